@@ -1,0 +1,20 @@
+"""Moves the processes of a host to a standby host while a Megatron-Core job trains. The map of this package:
+
+What a run is: config.py (what it trains), profiles.py (named configs), options.py (how it is carried out),
+arguments.py (the command line), errors.py.
+
+A process's life: bringup.py (MPI comes up, everybody compares notes), process.py (wires a process together),
+world.py (MPI and the control thread), standby.py (a spare's life), job.py and model.py (the Megatron-Core job),
+data.py (samples as a function of their index), device.py (Megatron without CUDA), internals.py (Megatron's private names).
+
+A move: plan.py (who goes where), protocol.py (phases, events, actions in one table), move.py (the tally of reports),
+controller.py (decides), member.py (a process's part), groups.py and communicators/ (process groups that outlive their
+communicator), state.py (everything that moves), transfer.py (its way), faults.py.
+
+Beside it: topology.py and sizes.py (arithmetic), plan_report.py, requests.py (from outside), commands.py, record.py
+(progress, verdict), timeline.py (the log), versions.py, launch.py, forkserver.py and zygote.py (one machine, one import).
+
+Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
+communicators. Nothing here imports harness. protocol, move, plan, topology, config, profiles, sizes, options and
+errors import the standard library and numpy only.
+"""

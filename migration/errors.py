@@ -1,0 +1,28 @@
+"""The errors of the migrator, by who can do something about them.
+
+Owns nothing else. Every message names what was wrong, where, and what to do.
+"""
+
+
+class UserError(ValueError):
+    """Something the user can get wrong. Shown as one line, without a traceback, with exit code 2."""
+
+
+class MoveFailed(RuntimeError):
+    """A move that can't go on. Before the commit it means: abort the move and train on."""
+
+
+class DeadlineExpired(MoveFailed):
+    """A wait of a move took longer than its deadline; the message says what was waited for."""
+
+
+class IllegalEvent(RuntimeError):
+    """An event that the protocol's table doesn't know in the present phase; nothing was changed."""
+
+
+class StateMismatch(MoveFailed):
+    """The state of leaver and joiner differ in names, shapes, dtypes or bits."""
+
+
+class StaleTerm(RuntimeError):
+    """A record from a controller whose term is over; it is refused and changes nothing."""

@@ -1,0 +1,155 @@
+"""One move as the controller sees it: who must report what, and what the tally means. Pure.
+
+Sits between single reports of members and the events of protocol.py. A report that belongs to another move or an
+earlier stage is late news and counts for nothing. Keeps the roster: one process per slot, always.
+"""
+from __future__ import annotations
+
+from enum import Enum
+
+from migration.plan import MovePlan, Roster
+from migration.protocol import Action, Event, Machine, Phase
+
+
+class Report(Enum):
+    """What a member says of its part; the value in brackets."""
+
+    PREPARED = "PREPARED"  # (old probe digest, new probe digest); None where there is none
+    ACCEPTED = "ACCEPTED"  # the position
+    REFUSED = "REFUSED"  # the position it is at
+    VERIFIED = "VERIFIED"  # digest of the state, of leavers and joiners; None of stayers
+    ACKNOWLEDGED = "ACKNOWLEDGED"
+    FAILED = "FAILED"  # the reason
+
+
+_EXPECTED_IN = {Phase.PREPARING: {Report.PREPARED}, Phase.READY: {Report.ACCEPTED, Report.REFUSED},
+                Phase.SWITCHING: {Report.VERIFIED}, Phase.COMMITTED: {Report.ACKNOWLEDGED},
+                Phase.ABORTED: {Report.ACKNOWLEDGED}, Phase.TRAINING: set()}
+_ALL = {Report.PREPARED: Event.ALL_PREPARED, Report.ACCEPTED: Event.ALL_ACCEPTED,
+        Report.VERIFIED: Event.ALL_VERIFIED, Report.ACKNOWLEDGED: Event.ALL_ACKNOWLEDGED}
+
+
+class MoveTally:
+    """Roster, generation and phase of a job, and the tally of the move under way.
+
+    Invariants: every slot has one holder; the generation grows by one at a commit and never else; SWITCHING is only
+    entered when every member has reported PREPARED and then ACCEPTED one position.
+    """
+
+    def __init__(self, roster: Roster, *, generation: int = 0, num_moves: int = 0, require_bitwise: bool = False,
+                 machine: Machine | None = None) -> None:
+        self.roster = roster
+        self.generation = generation
+        self.number = num_moves - 1  # of the move under way, or of the last one
+        self.plan: MovePlan | None = None
+        self.position: int | None = None
+        self.bits_kept = True
+        self.reason = ""
+        self._require_bitwise = require_bitwise
+        self._machine = machine or Machine()
+        self._waiting: set[int] = set()
+        self._probes: dict[int, tuple[str | None, str | None]] = {}
+        self._digests: dict[int, str | None] = {}
+
+    @property
+    def phase(self) -> Phase:
+        return self._machine.phase
+
+    @property
+    def members(self) -> set[int]:
+        """World ranks in the move: every holder of a slot and the joiners."""
+        assert self.plan is not None
+        return (set(self._holders_before) | set(self.plan.joiners)) - self.roster.lost
+
+    @property
+    def waiting(self) -> list[int]:
+        """World ranks that haven't reported yet, of those that must."""
+        return sorted(self._waiting)
+
+    def request(self, plan: MovePlan) -> tuple[Action, ...]:
+        """Begin a move (TRAINING), or hear that it must be queued."""
+        actions = self._machine.handle(Event.REQUESTED)
+        if Action.SEND_PREPARE in actions:
+            self.number += 1
+            self.plan, self.position, self.reason, self.bits_kept = plan, None, "", True
+            self._holders_before = self.roster.holders
+            self._probes, self._digests = {}, {}
+            self._waiting = self.members
+        return actions
+
+    def propose(self, position: int) -> None:
+        """A (further) position was sent to everybody: their answers to an earlier one count for nothing."""
+        self.position = position
+        self._waiting = self.members
+
+    def event(self, event: Event, reason: str = "") -> tuple[Action, ...]:
+        """Take an event that isn't a tally: a cancel, a deadline, a loss, the end of the job."""
+        before = self.phase
+        actions = self._machine.handle(event)
+        if self.phase is not before:
+            self._enter(reason or event.value)
+        return actions
+
+    def lose(self, world_rank: int) -> tuple[Action, ...]:
+        """A process is lost."""
+        event = Event.SPARE_LOST
+        if world_rank in self.roster.holders:
+            event = Event.SLOT_LOST
+        elif self.plan is not None and self.phase is not Phase.TRAINING and world_rank in self.plan.joiners:
+            event = Event.JOINER_LOST
+        self.roster = self.roster.without(world_rank)
+        self._waiting.discard(world_rank)
+        return self.event(event, f"the process with world rank {world_rank} on {self.roster.hosts[world_rank]} is lost")
+
+    def recount(self) -> tuple[Action, ...]:
+        """After a loss: perhaps nobody is waited for any more."""
+        return self.event(Event.ALL_ACKNOWLEDGED) if not self._waiting else ()
+
+    def report(self, report: Report, member: int, number: int, value: object = None) -> tuple[Action, ...]:
+        """Take a member's report on move `number`; returns what to do."""
+        if number != self.number or self.plan is None:
+            return ()
+        if report is Report.FAILED:
+            return self.event(Event.MEMBER_FAILED, str(value)) if self.phase is not Phase.TRAINING else ()
+        if report not in _EXPECTED_IN[self.phase] or member not in self._waiting:
+            return ()
+        if report is Report.REFUSED:
+            return self.event(Event.POSITION_REFUSED)
+        if report is Report.ACCEPTED and value != self.position:
+            return ()
+        if report is Report.PREPARED:
+            self._probes[member] = value
+        if report is Report.VERIFIED:
+            self._digests[member] = value
+        self._waiting.discard(member)
+        return self._all_reported(report) if not self._waiting else ()
+
+    def _all_reported(self, report: Report) -> tuple[Action, ...]:
+        if report is Report.PREPARED:
+            different = self._slots_with_other_sums()
+            self.bits_kept = not different
+            if different and self._require_bitwise:
+                return self.event(Event.DIGEST_DIFFERS,
+                                  f"sums on the new communicators differ in their bits at slots {different}")
+        if report is Report.VERIFIED:
+            for a in self.plan.assignments:
+                if self._digests[a.leaver] != self._digests[a.joiner]:
+                    return self.event(Event.DIGEST_DIFFERS,
+                                      f"slot {a.slot}: the state has digest {self._digests[a.leaver]} at the leaver "
+                                      f"(world rank {a.leaver}) and {self._digests[a.joiner]} at the joiner "
+                                      f"(world rank {a.joiner})")
+        return self.event(_ALL[report])
+
+    def _slots_with_other_sums(self) -> list[int]:
+        old = {slot: self._probes[rank][0] for slot, rank in enumerate(self._holders_before)}
+        new = {slot: self._probes[rank][1] for slot, rank in enumerate(self.roster.after(self.plan).holders)}
+        return [slot for slot in old if old[slot] != new[slot]]
+
+    def _enter(self, reason: str) -> None:
+        if self.phase is Phase.ABORTED:
+            self.reason = reason
+        if self.phase is Phase.COMMITTED:
+            self.roster = self.roster.after(self.plan)
+            self.generation += 1
+        if self.phase is not Phase.TRAINING:
+            self._waiting = self.members

@@ -1,0 +1,29 @@
+"""How a run is carried out, apart from what it trains: hosts, moves, deadlines, faults. Pure."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Times in seconds. The same on every process of a run."""
+
+    run: str
+    hosts: tuple[str, ...] = ()  # virtual hosts; empty: the real ones
+    vacate: tuple[str, ...] = ()  # as the user wrote them, each with @ITERATION
+    hold: bool = False  # training waits at the named iteration until the move is ready
+    lead: int = 10  # iterations ahead of the named one at which preparation starts
+    prepare_deadline_s: float = 300.0
+    switch_deadline_s: float = 60.0
+    heartbeat_timeout_s: float = 15.0
+    orphan_timeout_s: float = 60.0
+    require_bitwise: bool = False
+    progress_s: float = 2.0  # pause between progress lines where the output isn't a terminal
+    # for tests and experiments
+    faults: tuple[str, ...] = ()
+    omit_state: tuple[str, ...] = ()
+    slow_joiner_s: float = 0.0
+
+    def vacate_iterations(self) -> set[int]:
+        """The iterations named by `vacate`."""
+        return {int(text.rpartition("@")[2]) for text in self.vacate}
