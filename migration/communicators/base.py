@@ -1,0 +1,76 @@
+"""What every communicator can do, who calls it and when. Owns no communicator; knows nothing of moves.
+
+The life of one, in the words of the project:
+
+| call | when | by which thread | collective |
+| --- | --- | --- | --- |
+| `prepare` | PREPARING, beside training | the prepare thread | over the members: returns when all have come |
+| `probe` | PREPARING, after `prepare` | the prepare thread | over the members |
+| `activate` | at the boundary, before the verdict | the training thread | over the members, where it connects |
+| `park` / `resume` | old one: at the boundary / when the move aborts | the training thread | over the members |
+| `abort` | any time, from another thread: an operation under way ends with an error | control thread | no |
+| `close` | after the commit (the old one) or an abort (the new one) | the background thread | no |
+"""
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+OPERATION_TIMEOUT_S = 1800.0  # of a collective in training: an iteration may be long, a lost peer is noticed earlier
+
+
+class Communicator(ABC):
+    """The members of one process group, connected or about to be. `inner` is what a handle forwards to."""
+
+    def __init__(self, name: str, slots: tuple[int, ...], group_rank: int) -> None:
+        self.name = name
+        self.slots = slots
+        self.group_rank = group_rank
+        self.inner: Any = None
+        self.probe_digest = ""
+
+    @abstractmethod
+    def prepare(self, store: dist.Store, timeout_s: float, operation_timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+        """Stage 1. Collective over the members. Raises RuntimeError when one doesn't come in `timeout_s`.
+
+        A later operation on it raises after `operation_timeout_s`.
+        """
+
+    @abstractmethod
+    def activate(self) -> None:
+        """Stage 2: afterwards the first collective costs what every later one costs."""
+
+    @abstractmethod
+    def park(self) -> None:
+        """Give back what an idle communicator holds, so that it can still be resumed."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Undo `park`."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End every operation under way with an error. Not collective; from any thread; may be called twice."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything. No operation may be outstanding."""
+
+    def probe(self, device: torch.device) -> str:
+        """Digest of an adversarial all-reduce, which tells whether sums keep their bits on this communicator.
+
+        Collective over the members. Every slot contributes 64 terms of very different size, so that their sum depends
+        on the order of addition: equal digests on the old and the new communicator mean an equal order.
+        """
+        generator = torch.Generator().manual_seed(9973 * self.slots[self.group_rank] + 1)
+        exponents = torch.randint(-20, 21, (64,), generator=generator)
+        terms = (torch.randn(64, generator=generator) * torch.exp2(exponents.float())).to(device)
+        work = self.inner.allreduce([terms])
+        work.wait()
+        self.probe_digest = hashlib.sha256(terms.cpu().numpy().tobytes()).hexdigest()[:16]
+        return self.probe_digest

@@ -1,0 +1,36 @@
+"""The Gloo communicator: stage 1 connects everything, stage 2 has nothing left to do. CPU only.
+
+Host memory is what it takes, so old and new live side by side and nothing needs parking.
+"""
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from migration.communicators.base import OPERATION_TIMEOUT_S, Communicator
+from third_party.pytorch.process_group import build_gloo
+
+
+class GlooCommunicator(Communicator):
+    """A stock ProcessGroupGloo; tried: construction and destruction release the interpreter lock."""
+
+    def prepare(self, store: dist.Store, timeout_s: float, operation_timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+        prefixed = dist.PrefixStore(f"{self.name}/", store)
+        self.inner = build_gloo(prefixed, self.name, self.group_rank, len(self.slots), connect_timeout_s=timeout_s,
+                                operation_timeout_s=operation_timeout_s)
+
+    def activate(self) -> None:
+        assert self.inner is not None, f"{self.name} was not prepared"
+
+    def park(self) -> None:
+        """Nothing is held that training could use."""
+
+    def resume(self) -> None:
+        """Nothing was parked."""
+
+    def abort(self) -> None:
+        inner = self.inner
+        if inner is not None:
+            inner.abort()
+
+    def close(self) -> None:
+        self.inner = None  # the destructor closes the sockets and ends Gloo's threads, about 40 ms

@@ -1,0 +1,223 @@
+"""Process groups whose identity outlives their communicator; the only file that makes or frees communicators.
+
+Megatron-Core asks torch for its groups as always and gets handles (third_party/pytorch/process_group.py). What is
+inside a handle belongs to a generation. A move prepares the next generation's communicators of the touched groups
+beside the live ones, and at the commit the handles point to them; untouched groups keep theirs.
+
+Knows nothing of MPI, of the protocol, or of what moves.
+"""
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from migration.communicators.base import Communicator
+from migration.communicators.gloo import GlooCommunicator
+from migration.communicators.sandbox import SandboxCommunicator
+from third_party.pytorch import process_group as wiring
+
+
+def start_store(host: str) -> dist.TCPStore:
+    """The store that bootstraps one generation, served by the controller's process and needed only meanwhile.
+
+    Dropping it ends every wait on it, at every member: that is how a half-built generation is aborted.
+    """
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def connect_store(address: tuple[str, int], timeout_s: float) -> dist.TCPStore:
+    host, port = address
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+class Groups:
+    """Every handle of this process, their live communicators, and those of the generation being prepared.
+
+    One object in a process, since torch keeps a backend's creator for ever. `communicator_class` makes the real ones.
+    """
+
+    def __init__(self, device: torch.device, communicator_class: type[Communicator] = GlooCommunicator) -> None:
+        self.device = device
+        self._class = communicator_class
+        self.handles: dict[str, wiring.MigratableGroup] = {}
+        self._live: dict[str, Communicator] = {}
+        self._next: dict[str, Communicator] = {}
+        self._solo: Communicator | None = None
+        self._closer = _Closer()
+        wiring.register(self._create_handle)
+
+    # ---- handles
+
+    def _create_handle(self, name: str, group_rank: int, slots: tuple[int, ...]) -> wiring.MigratableGroup:
+        handle = wiring.MigratableGroup(name, group_rank, slots)
+        communicator = SandboxCommunicator(name, slots, group_rank)
+        communicator.prepare()
+        handle.inner = communicator.inner
+        self.handles[name] = handle
+        return handle
+
+    def open(self, slot: int, job_size: int) -> None:
+        """Make torch's world as `slot` of `job_size`: handles only, in a sandbox. Nobody else is needed."""
+        assert not self.handles, "the handles of another slot are still open"
+        dist.init_process_group(wiring.BACKEND, store=dist.HashStore(), rank=slot, world_size=job_size)
+
+    def close(self) -> None:
+        """Forget the slot: drop torch's world and close every live communicator in the background."""
+        dist.destroy_process_group()
+        self.handles.clear()
+        self._closer.close_all(list(self._live.values()))
+        self._live.clear()
+        self.discard()
+        gc.collect()  # Megatron's objects refer to each other in cycles
+
+    @property
+    def num_communicators(self) -> int:
+        """Communicators held: live, being prepared, and not yet closed."""
+        return len(self._live) + len(self._next) + self._closer.num_waiting + (self._solo is not None)
+
+    # ---- the next generation
+
+    def touched(self, slots: Iterable[int]) -> list[wiring.MigratableGroup]:
+        """Handles of more than one slot with a member in `slots`, in the order that is one on all members."""
+        wanted = set(slots)
+        found = [h for h in self.handles.values() if h.size() > 1 and wanted.intersection(h.slots)]
+        return sorted(found, key=lambda h: (len(h.name), h.name))  # torch's names are running numbers
+
+    def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float,
+                on_built: Callable[[str], None] = lambda name: None) -> str:
+        """Stage 1: build the next generation's communicators of the groups touched by `slots`, one after the other.
+
+        Collective over each group. Runs on the prepare thread beside training. Returns the digest of the adversarial
+        reductions on them. Raises RuntimeError when a member doesn't come in `timeout_s` or the move is aborted.
+        """
+        assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"
+        digests = []
+        for handle in self.touched(slots):
+            communicator = self._class(f"g{generation}/{handle.name}", handle.slots, handle.rank())
+            communicator.prepare(store, timeout_s)
+            self._next[handle.name] = communicator
+            digests.append(communicator.probe(self.device))
+            on_built(handle.name)
+        return " ".join(digests)
+
+    def prepare_pair(self, name: str, store: dist.Store, group_rank: int, timeout_s: float,
+                     operation_timeout_s: float) -> Communicator:
+        """The two-member communicator of a leaver (rank 0) and its joiner (rank 1). Collective over the two.
+
+        The caller owns it; `release_pair` frees it.
+        """
+        communicator = self._class(name, (0, 1), group_rank)
+        communicator.prepare(store, timeout_s, operation_timeout_s)
+        return communicator
+
+    def release_pair(self, communicator: Communicator) -> None:
+        self._closer.close_all([communicator])
+
+    def live_probe(self, slots: Iterable[int]) -> str:
+        """The same digest, of the live communicators of those groups, kept since they were built."""
+        return " ".join(self._live[h.name].probe_digest for h in self.touched(slots))
+
+    def activate(self) -> None:
+        """Stage 2, at the boundary. Collective over each prepared group, where the communicator connects then."""
+        for name, communicator in self._next.items():
+            if name in self._live:
+                self._live[name].park()
+            communicator.activate()
+
+    def adopt(self) -> tuple[int, int]:
+        """The commit: handles point to the next generation. Returns (rebuilt, kept) groups.
+
+        Counted are groups of more than one slot in which this process comes first, so that the sum over the job's
+        processes is the number of groups. The old communicators stay open until `retire`: a member that still waits for the verdict may use them.
+        """
+        for name, communicator in self._next.items():
+            self.handles[name].inner = communicator.inner
+            if name in self._live:
+                self._closer.hold(self._live[name])
+            self._live[name] = communicator
+        first_in = [h.name for h in self.handles.values() if h.size() > 1 and h.rank() == 0]
+        num_rebuilt = sum(name in self._next for name in first_in)
+        self._next.clear()
+        self._fill_solo_groups()
+        return num_rebuilt, len(first_in) - num_rebuilt
+
+    def _fill_solo_groups(self) -> None:
+        """Groups of one share one communicator for the life of the process: nobody else is in them."""
+        if self._solo is None:
+            self._solo = self._class("solo", (0,), 0)
+            self._solo.prepare(dist.HashStore(), 60.0)
+        for handle in self.handles.values():
+            if handle.size() == 1:
+                handle.inner = self._solo.inner
+
+    def retire(self) -> None:
+        """After everybody has acknowledged the commit: close the old generation in the background, in one order."""
+        self._closer.release()
+
+    def resume(self) -> None:
+        """The move aborted at the boundary: the live communicators go on."""
+        for name in self._next:
+            if name in self._live:
+                self._live[name].resume()
+
+    def discard(self) -> None:
+        """The move aborted: close what was prepared, in the background."""
+        self._closer.close_all(list(self._next.values()))
+        self._next.clear()
+
+    def shutdown(self) -> None:
+        """Close everything at the end of the run and wait for it."""
+        self._closer.stop()
+
+
+class _Closer:
+    """Closes communicators on a thread of its own: a destructor takes about 40 ms, which training needn't wait for."""
+
+    def __init__(self) -> None:
+        self._held: list[Communicator] = []
+        self._queue: queue.SimpleQueue[Communicator | None] = queue.SimpleQueue()
+        self._num_queued = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        with self._lock:
+            return len(self._held) + self._num_queued
+
+    def hold(self, communicator: Communicator) -> None:
+        with self._lock:
+            self._held.append(communicator)
+
+    def release(self) -> None:
+        with self._lock:
+            held, self._held = self._held, []
+        self.close_all(held)
+
+    def close_all(self, communicators: list[Communicator]) -> None:
+        if communicators and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="closer", daemon=True)
+            self._thread.start()
+        with self._lock:
+            self._num_queued += len(communicators)
+        for communicator in communicators:
+            self._queue.put(communicator)
+
+    def _run(self) -> None:
+        while (communicator := self._queue.get()) is not None:
+            communicator.close()
+            del communicator
+            with self._lock:
+                self._num_queued -= 1
+
+    def stop(self) -> None:
+        self.release()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(30.0)

@@ -1,0 +1,120 @@
+"""Megatron-Core's private names, in this file alone (tried with megatron-core 0.16.1 and 0.19.2).
+
+Everything else in the project uses what Megatron documents. Touched here: bucket groups of the data-parallel wrapper
+and their bookkeeping, the optimizers inside a chained optimizer, the state dict of torch's Adam inside them, cached
+answers of one-off collectives, and Megatron's globals when a process leaves its slot.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# 0.19 asks once, by an all-reduce, which groups have gradients, and caches the answer in this attribute
+NORM_GROUP_CACHE = "_has_grad_norm_group_cache"
+ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
+
+
+def bucket_groups(chunk: Any) -> list[Any]:
+    """Bucket groups of one model chunk's data-parallel wrapper, in order."""
+    return list(chunk.bucket_groups) + list(chunk.expert_parallel_bucket_groups)
+
+
+def param_buffers(chunk: Any) -> list[torch.Tensor]:
+    """The contiguous parameter buffers of a chunk; empty unless the distributed optimizer made them."""
+    buffers = list(chunk.buffers) + list(chunk.expert_parallel_buffers)
+    return [b.param_data for b in buffers] if all(b.param_data is not None for b in buffers) else []
+
+
+def grad_buffers(chunk: Any) -> list[torch.Tensor]:
+    return [b.grad_data for b in list(chunk.buffers) + list(chunk.expert_parallel_buffers)]
+
+
+def outstanding(chunks: list[Any]) -> list[str]:
+    """Names of collectives that were started and not waited for; must be empty at a boundary."""
+    found = []
+    for i, chunk in enumerate(chunks):
+        for j, group in enumerate(bucket_groups(chunk)):
+            for attribute in ("param_gather_handle", "grad_reduce_handle"):
+                if getattr(group, attribute) is not None:
+                    found.append(f"chunk {i}, bucket group {j}: {attribute}")
+    return found
+
+
+def get_bookkeeping(chunks: list[Any]) -> list[Any]:
+    """Per chunk and bucket group: is it the first batch, and how often each parameter's gradient becomes ready."""
+    result = []
+    for chunk in chunks:
+        names = {p: n for n, p in chunk.named_parameters()}
+        result.append([[bool(g.is_first_batch),
+                        sorted([names[p], c] for p, c in g.golden_per_param_grad_ready_counts.items())]
+                       for g in bucket_groups(chunk)])
+    return result
+
+
+def set_bookkeeping(chunks: list[Any], value: list[Any]) -> None:
+    for chunk, rows in zip(chunks, value, strict=True):
+        parameters = dict(chunk.named_parameters())
+        for group, (first, golden) in zip(bucket_groups(chunk), rows, strict=True):
+            group.is_first_batch = first
+            group.golden_per_param_grad_ready_counts = {parameters[n]: c for n, c in golden}
+            group.per_param_grad_ready_counts = {}
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers that hold a torch optimizer each."""
+    chained = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    return [o for o in chained if o.optimizer is not None]
+
+
+def adam_states(optimizer: Any) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+    """(name, main parameter or shard, its Adam state) of every parameter, in the optimizer's order."""
+    for i, inner in enumerate(inner_optimizers(optimizer)):
+        for j, group in enumerate(inner.optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                yield f"{i}.{j}.{k}", parameter, inner.optimizer.state[parameter]
+
+
+def create_adam_states(optimizer: Any) -> None:
+    """Make torch's Adam state now, as its first step would, so that every process of a slot has the same tensors."""
+    for inner in inner_optimizers(optimizer):
+        assert isinstance(inner.optimizer, (torch.optim.Adam, torch.optim.AdamW)), type(inner.optimizer)
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not inner.optimizer.state[parameter]:
+                    inner.optimizer.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(parameter.data), "exp_avg_sq": torch.zeros_like(parameter.data)}
+
+
+def grad_scalers(optimizer: Any) -> list[Any]:
+    """The distinct gradient scalers (fp16)."""
+    found = []
+    for inner in inner_optimizers(optimizer):
+        scaler = getattr(inner, "grad_scaler", None)
+        if scaler is not None and all(scaler is not other for other in found):
+            found.append(scaler)
+    return found
+
+
+def caches_norm_groups(optimizer: Any) -> bool:
+    """Whether this version of Megatron-Core has the cache at all."""
+    return hasattr(optimizer, "has_grad_norm_group")
+
+
+def get_norm_group_cache(optimizer: Any) -> list[dict[str, bool] | None]:
+    """The cached answers by group name, None where nothing is cached."""
+    return [getattr(o, NORM_GROUP_CACHE, None) for o in [optimizer] + inner_optimizers(optimizer)]
+
+
+def set_norm_group_cache(optimizer: Any, value: list[dict[str, bool] | None]) -> None:
+    for owner, cache in zip([optimizer] + inner_optimizers(optimizer), value, strict=True):
+        if cache is not None or hasattr(owner, NORM_GROUP_CACHE):
+            setattr(owner, NORM_GROUP_CACHE, None if cache is None else dict(cache))
+
+
+def forget_globals() -> None:
+    """Undo initialize_model_parallel, so that this process can take another slot later."""
+    from megatron.core import parallel_state
+    parallel_state.destroy_model_parallel()

@@ -1,0 +1,179 @@
+"""The training job of one slot: model, optimizer, data cursor, `run_iteration`. megatron-core unmodified.
+
+Nothing here knows of moves; a joiner builds the same Job in a sandbox. `preload()` must come before any other import
+of megatron in the process, since device.py has to be installed first.
+"""
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from migration import device
+from migration.config import Config
+from migration.data import DataCursor, Samples
+from migration.groups import Groups
+
+
+def preload() -> None:
+    """Install the device shim where there is no CUDA, then import what a process needs (2.5 s, once)."""
+    import warnings
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch)\..*")
+    if device.install():
+        torch.set_num_threads(1)
+    import migration.model  # noqa: F401
+    import megatron.core.pipeline_parallel  # noqa: F401
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """Logging accumulators; they move with the slot."""
+
+    loss_sum: float = 0.0
+    num_losses: int = 0
+    num_skipped: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "loss_sum": self.loss_sum.hex()}
+
+    def load_json(self, value: dict[str, Any]) -> None:
+        self.loss_sum = float.fromhex(value["loss_sum"])
+        self.num_losses, self.num_skipped = value["num_losses"], value["num_skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationResult:
+    """What one iteration gave. `loss` is NaN where the slot isn't on the last stage, `grad_norm` if there is none."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+
+
+class Job:
+    """One slot's share of the training job, between two iterations or inside one."""
+
+    def __init__(self, config: Config, slot: int, groups: Groups, samples: Samples) -> None:
+        """Builds the model. Needs no peers: the groups are in a sandbox until the caller adopts communicators."""
+        from megatron.core import parallel_state
+
+        from migration import model
+        from migration.internals import create_adam_states
+        self.config, self.slot, self.groups = config, slot, groups
+        self.device = device.current_device()
+        model.seed_everything(config)
+        transformer = model.build_transformer_config(config)
+        self.chunks = model.build_chunks(config, transformer, self.device)
+        self.optimizer = model.build_optimizer(config, self.chunks)
+        create_adam_states(self.optimizer)
+        self.scheduler = model.build_scheduler(config, self.optimizer)
+        model.connect(transformer, self.chunks, self.optimizer, config)
+        self.cursor = DataCursor(samples, micro_batch_size=config.micro_batch_size,
+                                 num_microbatches=config.num_microbatches, dp=config.dp,
+                                 dp_rank=parallel_state.get_data_parallel_rank())
+        self.iteration = 0
+        self.history = History()
+        self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self._data_group = parallel_state.get_data_parallel_group()
+        self._mask = torch.triu(torch.ones(config.seq_length, config.seq_length, dtype=torch.bool,
+                                           device=self.device), 1)[None, None]
+        self._positions = torch.arange(config.seq_length, device=self.device)[None]
+
+    def broadcast_parameters(self) -> None:
+        """Same weights on all data-parallel replicas, at the start of a run. Collective over each such group."""
+        for chunk in self.chunks:
+            chunk.broadcast_params()
+
+    def run_iteration(self) -> IterationResult:
+        """One optimizer step on the next global batch. Collective over the job."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        iterators = [self._batches() for _ in self.chunks]
+        outputs = get_forward_backward_func()(
+            forward_step_func=self._forward_step, data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=self.config.num_microbatches, seq_length=self.config.seq_length,
+            micro_batch_size=self.config.micro_batch_size, forward_only=False)
+        stepped, grad_norm, _ = self.optimizer.step()
+        if stepped:
+            self.scheduler.step(increment=self.config.global_batch_size)
+        loss = self._mean_loss(outputs)
+        self.cursor.advance()
+        self.iteration += 1
+        self._remember(loss, stepped)
+        return IterationResult(loss=loss, grad_norm=float("nan") if grad_norm is None else float(grad_norm),
+                               skipped=not stepped)
+
+    def _batches(self) -> Any:
+        for tokens in self.cursor.microbatches():
+            yield torch.from_numpy(tokens).to(self.device)
+
+    def _forward_step(self, iterator: Any, model: Any) -> Any:
+        tokens = next(iterator)
+        positions = self._positions.expand(tokens.shape[0], -1)
+        output = model(tokens[:, :-1], positions, self._mask, labels=tokens[:, 1:])
+
+        def loss_func(losses: torch.Tensor) -> Any:
+            loss = losses.float().mean()
+            return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
+
+        return output, loss_func
+
+    def _mean_loss(self, outputs: list[Any]) -> float:
+        if not self.is_last_stage:
+            return float("nan")
+        loss = torch.stack([row["loss"] for row in outputs]).mean().reshape(1)
+        dist.all_reduce(loss, group=self._data_group)
+        return float(loss.item()) / self.config.dp
+
+    def _remember(self, loss: float, stepped: bool) -> None:
+        if self.is_last_stage:
+            self.history.loss_sum += loss
+            self.history.num_losses += 1
+        self.history.num_skipped += not stepped
+
+    def run_shadow_iteration(self) -> None:
+        """One whole iteration in the sandbox: kernels, allocator and lazy initialisation are paid for before the switch.
+
+        Its numbers mean nothing, and everything it changes is overwritten by the transfer.
+        """
+        ddp_configs = [chunk.ddp_config for chunk in self.chunks]
+        checks = [c.check_for_nan_in_grad for c in ddp_configs]
+        for c in ddp_configs:
+            c.check_for_nan_in_grad = False
+        try:
+            self.run_iteration()
+        finally:
+            for c, check in zip(ddp_configs, checks, strict=True):
+                c.check_for_nan_in_grad = check
+
+    def check_drained(self) -> None:
+        """At a boundary nothing may be outstanding on a communicator that is about to go."""
+        from migration.internals import outstanding
+        found = outstanding(self.chunks)
+        assert not found, f"slot {self.slot}, iteration {self.iteration}: outstanding at the boundary: {found}"
+
+    def finish(self) -> None:
+        """Bring overlapped parameter gathers to their end, so that final parameters are whole. Collective."""
+        if self.config.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+
+def open_groups(config: Config, slot: int, groups: Groups) -> None:
+    from migration import model
+    groups.open(slot, config.job_size)
+    model.initialize_groups(config)
+
+
+def close_job(groups: Groups) -> None:
+    """This process leaves its slot: drop torch's world and Megatron's globals. The caller drops its Job first."""
+    from migration.internals import forget_globals
+    forget_globals()
+    groups.close()
