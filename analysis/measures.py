@@ -1,0 +1,107 @@
+"""The figures of a run as a whole, computed from its log.
+
+Owns what each figure means. Pure: NumPy only, no files and no text. A figure that the log doesn't give is None.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from analysis.log import Run, text
+
+STARTUP = "STARTUP"
+PHASE_ORDER = (STARTUP, "TRAINING", "PREPARING", "READY", "SWITCHING", "COMMITTED", "ABORTED")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanTime:
+    """The spans of one name in one phase, over all processes."""
+
+    phase: str
+    name: str
+    longest_s: float
+    world_rank: int  # of the longest
+    num_processes: int
+    bytes: int  # the most of one process; a sum would count what is sent and received twice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFigures:
+    """A run as a whole."""
+
+    path: str
+    profile: str
+    status: str  # completed, failed, or unfinished: it goes on or was killed
+    error: str | None
+    num_slots: int
+    num_processes: int
+    num_hosts: int
+    num_iterations: int  # logged by every slot
+    generation: int | None  # of the last iteration
+    median_s: float | None  # of the undisturbed iterations, job-wide
+    startup_s: float | None  # first process to first iteration
+    startup: list[SpanTime]
+    final_loss: float | None  # mean over the slots that have one, of the last iteration
+    num_skipped: int  # iterations whose step the loss scaler skipped
+    faults: list[dict[str, Any]]
+    versions: dict[str, str]
+
+
+def compute_run(run: Run) -> RunFigures:
+    """The figures of the run, as far as it has come."""
+    rows = run.iterations
+    numbers, num_rows = np.unique(rows["iteration"], return_counts=True)
+    whole = numbers[num_rows == len(run.slots)]
+    last = rows[rows["iteration"] == whole[-1]] if len(whole) else rows[:0]
+    losses = last["loss"][~np.isnan(last["loss"])]
+    started_s = min(process.started_s for process in run.processes.values())
+    begun_s = max((float(run.series(slot)["start_s"][0]) for slot in run.slots), default=None)
+    result = run.result or {}
+    return RunFigures(
+        path=str(run.path), profile=str(run.config.get("profile", "?")), status=result.get("status", "unfinished"),
+        error=result.get("error"), num_slots=len(run.slots), num_processes=len(run.hosts),
+        num_hosts=len(set(run.hosts)), num_iterations=len(whole),
+        generation=int(last["generation"].max()) if len(last) else None,
+        median_s=compute_undisturbed_s(job_iterations(run)),
+        startup_s=None if begun_s is None else begun_s - started_s,
+        startup=compute_span_times(run.spans[run.spans["phase"] == STARTUP.encode()]),
+        final_loss=float(losses.mean()) if len(losses) else None,
+        num_skipped=len(np.unique(rows["iteration"][rows["skipped"] != 0])), faults=result.get("faults", []),
+        versions=run.versions)
+
+
+def job_iterations(run: Run) -> np.ndarray:
+    """One row an iteration, job-wide: time_s, pause_s before it, longest_s with it, and disturbed (in any slot)."""
+    rows = run.iterations
+    numbers, index = np.unique(rows["iteration"], return_inverse=True)
+    times = np.zeros(len(numbers), [("iteration", "i8"), ("time_s", "f8"), ("pause_s", "f8"), ("longest_s", "f8"),
+                                    ("disturbed", "?")])
+    times["iteration"] = numbers
+    np.maximum.at(times["time_s"], index, rows["time_s"])
+    np.maximum.at(times["longest_s"], index, rows["time_s"] + rows["boundary_s"])
+    np.maximum.at(times["pause_s"], index, rows["boundary_s"])
+    np.logical_or.at(times["disturbed"], index, rows["disturbed"] != 0)
+    return times
+
+
+def compute_undisturbed_s(times: np.ndarray) -> float | None:
+    """Median job-wide time of the iterations beside which no move went on; the first, which warms up, left out."""
+    usual = times["longest_s"][1:][~times["disturbed"][1:]]
+    return float(np.median(usual)) if len(usual) else None
+
+
+def compute_span_times(spans: np.ndarray) -> list[SpanTime]:
+    """The longest span of each phase and name, in the order of phases and of first starts."""
+    groups: dict[tuple[str, str], list[np.void]] = {}
+    for span in spans:  # sorted by start
+        groups.setdefault((text(span["phase"]), text(span["name"])), []).append(span)
+    times = []
+    for (phase, name), rows in groups.items():
+        longest = max(rows, key=lambda span: span["end_s"] - span["start_s"])
+        times.append(SpanTime(phase=phase, name=name, longest_s=float(longest["end_s"] - longest["start_s"]),
+                              world_rank=int(longest["world_rank"]), bytes=int(max(span["bytes"] for span in rows)),
+                              num_processes=len({int(span["world_rank"]) for span in rows})))
+    order = {phase: number for number, phase in enumerate(PHASE_ORDER)}
+    return sorted(times, key=lambda time: order.get(time.phase, len(order)))

@@ -1,0 +1,131 @@
+"""The Live Migrator's harness: train a Megatron-Core GPT over MPI processes and move hosts while it trains.
+
+    mpirun -n 8 python harness.py --profile tiny_TP2_PP1 --hosts b0,b1,b2,b3 --vacate b1@12
+    python harness.py --np 8 --profile tiny_TP2_PP1 --hosts b0,b1,b2,b3 --vacate b1@12
+
+This file: the roles of a process and the training loop. Arguments are in migration/arguments.py, the commands beside
+a run (request, status, cancel, plan, demo) in migration/commands.py, everything else where migration/__init__.py says.
+"""
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from migration.arguments import parse_run
+from migration.config import Config
+from migration.errors import UserError
+from migration.forkserver import ADDRESS_VARIABLE, forked_here, hand_over
+
+if TYPE_CHECKING:
+    from migration.job import Job
+    from migration.process import Process
+
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+def train(job: Job, process: Process) -> bool:
+    """THE LOOP. Returns False when the slot has been handed over, True when training is done."""
+    clock, member = process.timeline.clock, process.member
+    while job.iteration < job.config.iterations:
+        arrived_s = clock()
+        if not member.at_boundary(job):
+            return False
+        start_s = clock()
+        iteration, samples, consumed = job.iteration, job.cursor.samples_digest(), job.cursor.consumed_samples
+        disturbed = member.part is not None
+        result = job.run_iteration()
+        end_s = clock()
+        process.timeline.add_iteration(
+            iteration=iteration, slot=job.slot, generation=member.generation, start_s=start_s, time_s=end_s - start_s,
+            boundary_s=start_s - arrived_s, loss=result.loss, grad_norm=result.grad_norm, skipped=result.skipped,
+            consumed_samples=consumed, samples=samples, num_groups=job.groups.num_communicators,
+            device_bytes=process.device_bytes(), disturbed=disturbed or member.part is not None)
+        process.report_progress(job, result, end_s - start_s)
+    job.finish()
+    return True
+
+
+def live(process: Process, config: Config) -> None:
+    """A process's life: with a slot it trains, without one it stands by. The control thread ends it."""
+    from migration.job import close_job
+    from migration.standby import wait_for_slot
+    job = process.start_slot() if process.member.slot is not None else None
+    while True:
+        if job is None:
+            job = wait_for_slot(process.member, config, process.samples)
+        if train(job, process):
+            process.finish(job)
+        process.member.wait_retired()
+        job = None
+        close_job(process.groups)
+
+
+def run_process(argv: list[str]) -> int:
+    """One MPI process of a run. Ends by os._exit from the control thread, or returns 2 for a user's error."""
+    from migration.timeline import Clock
+    from migration.world import World
+    clock, world = Clock(), World()
+    marks = {"start": clock()}
+    try:
+        config, options = parse_run(argv)
+        from migration.bringup import bring_up
+        started = bring_up(world, config, options)
+    except UserError as error:
+        if own_rank() == 0:
+            sys.stderr.write(f"harness: {error}\n")
+        return end(2)
+    marks["mpi"] = clock()
+    from migration.process import Process, load
+    load()
+    marks["import"] = clock()
+    process = Process(config, started, world, clock, print_report)
+    process.add_marks(marks)
+    try:
+        live(process, config)
+    except BaseException as error:  # the controller tells everybody and ends them all
+        process.fatal(error, traceback.format_exc())
+    raise AssertionError("a process ends from its control thread")
+
+
+def print_report(run: str) -> None:
+    """At the end of a run: the table of the moves and where the files are."""
+    from analysis.report import report_text
+    sys.stdout.write(report_text(Path(run)) + "\n")
+    sys.stdout.flush()
+
+
+def own_rank() -> int:
+    """This process's rank as the launcher says it, 0 without one: to print an error once that every rank finds."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+
+
+def end(code: int) -> int:
+    """End without MPI_Finalize, which other threads' MPI would wait in."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(argv: list[str]) -> int:
+    """Dispatch: a command, the launcher (--np), or one process under mpirun."""
+    from migration import commands
+    if argv and argv[0] in commands.COMMANDS:
+        return commands.run(argv)
+    under_launcher = any(name in os.environ for name in RANK_VARIABLES)
+    if under_launcher and ADDRESS_VARIABLE in os.environ and not forked_here():
+        hand_over(os.environ[ADDRESS_VARIABLE], argv)
+    if under_launcher:
+        return run_process(argv)
+    return commands.launch_run(argv)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        sys.stderr.write(f"harness: {error}\n")
+        sys.exit(2)

@@ -1,0 +1,107 @@
+"""The command line of a run: arguments in, a Config and Options out. Imports nothing heavy."""
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import NoReturn
+
+from migration.config import Config, apply_settings
+from migration.errors import UserError
+from migration.faults import parse_fault
+from migration.options import Options
+from migration.plan import parse_vacate
+from migration.profiles import get_profile
+
+DEFAULT_PROFILE = "tiny_TP2_PP1"
+
+EXAMPLES = """examples:
+  python harness.py --np 8 --hosts b0,b1,b2,b3 --vacate b1@12     train on 3 hosts of 2 processes, move b1 to b3
+  mpirun -n 8 python harness.py --hosts b0,b1,b2,b3 --vacate b1@12                   the same under one's own mpirun
+  python harness.py --np 8 --hosts b0,b1,b2,b3 --vacate 'b1->b3@10' --vacate 'b0->b1@20' --vacate 'b2->b0@30'
+  python harness.py --np 8 --hosts b0,b1,b2,b3 --data my.txt --set iterations=500 --set dtype=fp16
+commands beside a run (each has --help):
+  python harness.py request --run RUN --vacate b1     ask a running job to vacate a host
+  python harness.py status  --run RUN                 iteration, phase, who is where
+  python harness.py cancel  --run RUN                 cancel the move under way, or the next queued one
+  python harness.py plan    --profile P --hosts b0,b1,b2,b3 --np 8 --vacate b1       what a move would do, without a job
+  python harness.py demo                              an undisturbed run, a run with a move, and their comparison
+afterwards: python -m analysis.report RUN, python -m analysis.compare RUN_A RUN_B
+A running process answers SIGUSR2 by asking that its own host be vacated."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are UserErrors: one line, printed by one rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see python {self.prog} --help)")
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="harness.py", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES,
+                    description="Train a Megatron-Core GPT over MPI processes and move hosts to spare ones while it "
+                    "trains: no restart, no lost iteration, every later loss bit for bit what it would have been.")
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--profile", default=DEFAULT_PROFILE, help="a named shape of model and grid (default: %(default)s)")
+    what.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
+                      help="change one field of the profile, such as iterations=100; repeatable")
+    what.add_argument("--data", default="", help="a UTF-8 text file or folder, read as bytes, or the prefix of a "
+                      "Megatron .bin/.idx dataset (default: text that comes with Python)")
+    what.add_argument("--list-profiles", action="store_true", help="show the profiles and end")
+    where = parser.add_argument_group("where it runs")
+    where.add_argument("--np", type=int, metavar="N", help="start N processes on this machine (mpiexec with the right "
+                       "flags); without it, start this program under mpirun or srun")
+    where.add_argument("--hosts", default="", metavar="H,H,...", help="treat equal runs of processes as these hosts; "
+                       "the first ones train, the rest are spares (default: the real hosts)")
+    where.add_argument("--run", default="", help="folder of the run's files (default: runs/<time>-<profile>)")
+    where.add_argument("--no-shared-imports", action="store_true", help="with --np: let every process do its own "
+                       "imports instead of forking them from one")
+    moves = parser.add_argument_group("moves")
+    moves.add_argument("--vacate", action="append", default=[], metavar="HOST[,HOST][->HOST]@ITERATION",
+                       help="move these hosts' processes to spare ones before this iteration, or as soon after it as "
+                       "they are prepared; HOST:INDEX is a single process; repeatable")
+    moves.add_argument("--hold", action="store_true", help="let training wait at that iteration until the move is "
+                       "prepared, so that it takes effect exactly there")
+    moves.add_argument("--lead", type=int, default=10, metavar="N", help="start to prepare N iterations ahead "
+                       "(default: %(default)s)")
+    moves.add_argument("--require-bitwise", action="store_true", help="abort a move after which sums would have other "
+                       "bits, instead of saying so")
+    limits = parser.add_argument_group("deadlines, in seconds")
+    for name, default, text in (
+            ("prepare-deadline", 300.0, "from the request to all prepared; then the move aborts"),
+            ("switch-deadline", 60.0, "from the first arrival at the boundary to the verdict; then the move aborts"),
+            ("heartbeat-timeout", 15.0, "a process not heard for so long is lost"),
+            ("orphan-timeout", 60.0, "a process that hears no controller for so long ends itself")):
+        limits.add_argument(f"--{name}", type=float, default=default, metavar="S", help=f"{text} (default: %(default)g)")
+    tests = parser.add_argument_group("for tests and experiments")
+    tests.add_argument("--fault", action="append", default=[], metavar="KIND@SLOT:PHASE[#MOVE]", help="raise, kill, "
+                       "hang, corrupt or cancel at the joiner of SLOT in PREPARING, READY or SWITCHING; repeatable")
+    tests.add_argument("--omit-state", action="append", default=[], metavar="KIND", help="leave out this kind of "
+                       "state, to see the comparison fail; repeatable")
+    tests.add_argument("--slow-joiner", type=float, default=0.0, metavar="S", help="a joiner's preparation takes at "
+                       "least S seconds")
+    return parser
+
+
+def parse_run(argv: list[str]) -> tuple[Config, Options]:
+    """Config and Options of a run. Raises UserError for anything the user got wrong."""
+    args = build_parser().parse_args(argv)
+    settings = args.settings + ([f"data={os.path.abspath(args.data)}"] if args.data else [])
+    config = apply_settings(get_profile(args.profile), settings)
+    for text in args.vacate:
+        iteration = parse_vacate(text, need_iteration=True).iteration
+        if iteration >= config.iterations:
+            raise UserError(f"--vacate {text}: the run has {config.iterations} iterations, the last possible one is "
+                            f"{config.iterations - 1}")
+    for text in args.fault:
+        parse_fault(text)
+    for name in ("prepare_deadline", "switch_deadline", "heartbeat_timeout", "orphan_timeout"):
+        if getattr(args, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0 s")
+    run = args.run or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.profile}"
+    return config, Options(
+        run=os.path.abspath(run), hosts=tuple(args.hosts.split(",")) if args.hosts else (), vacate=tuple(args.vacate),
+        hold=args.hold, lead=args.lead, prepare_deadline_s=args.prepare_deadline,
+        switch_deadline_s=args.switch_deadline, heartbeat_timeout_s=args.heartbeat_timeout,
+        orphan_timeout_s=args.orphan_timeout, require_bitwise=args.require_bitwise, faults=tuple(args.fault),
+        omit_state=tuple(args.omit_state), slow_joiner_s=args.slow_joiner)

@@ -1,0 +1,77 @@
+"""The first seconds of a process: MPI comes up, everybody compares notes, and what doesn't fit ends in one line.
+
+Imports nothing heavy, so that a wrong argument is answered before torch is loaded.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from migration.config import Config
+from migration.data import Samples, open_source
+from migration.errors import UserError
+from migration.options import Options
+from migration.plan import Roster, initial_roster
+from migration.versions import collect_versions
+from migration.world import World, own_address, own_host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What is known once the world is up. `address` is where world rank 0 can be reached."""
+
+    options: Options
+    samples: Samples
+    roster: Roster
+    address: str
+
+
+def bring_up(world: World, config: Config, options: Options) -> Started:
+    """Start MPI and compare what everybody brings. Collective over the world.
+
+    Raises UserError, on every rank, for a world that doesn't fit the profile, hosts that don't divide it, data that
+    can't be read, a run folder in use, or a host with other code, other versions or other data.
+    """
+    found: list[Samples] = []
+
+    def hello(rank: int, size: int) -> dict[str, Any]:
+        found.append(Samples(open_source(config.data, config.vocab_size), config.seq_length, config.seed))
+        if rank == 0:
+            _claim_run_folder(config, options)
+        return {"host": own_host(rank, size, list(options.hosts)), "address": own_address(), "run": options.run,
+                "data": found[0].source.digest, "versions": collect_versions()}
+
+    world.start(hello)
+    roster = initial_roster(tuple(h["host"] for h in world.hellos), config)
+    _compare(world)
+    one_machine = len({h["address"] for h in world.hellos}) == 1
+    return Started(options=dataclasses.replace(options, run=world.hellos[0]["run"]), samples=found[0], roster=roster,
+                   address="127.0.0.1" if one_machine else world.hellos[0]["address"])
+
+
+def _claim_run_folder(config: Config, options: Options) -> None:
+    """World rank 0 makes the folder. Raises UserError if another run's log is in it or it can't be made."""
+    path = Path(options.run)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "log").mkdir()
+        (path / "config.json").write_text(json.dumps({"config": asdict(config), "options": asdict(options)}, indent=1))
+    except FileExistsError:
+        raise UserError(f"--run {path}: another run's log is there; name a new folder") from None
+    except OSError as error:
+        raise UserError(f"--run {path}: can't be made: {error.strerror}") from None
+
+
+def _compare(world: World) -> None:
+    first = world.hellos[0]
+    for rank, other in enumerate(world.hellos):
+        for name in first["versions"]:
+            if other["versions"].get(name) != first["versions"][name]:
+                raise UserError(f"host {other['host']} (world rank {rank}) has {name} {other['versions'].get(name)}, "
+                                f"{first['host']} has {first['versions'][name]}: install the same everywhere")
+        if other["data"] != first["data"]:
+            raise UserError(f"host {other['host']} (world rank {rank}) reads other data than {first['host']}: give "
+                            "--data a path that is the same file everywhere")

@@ -1,0 +1,143 @@
+"""The commands beside a run: start it on this machine, ask it, plan a move, show everything in a demo.
+
+Imports nothing heavy; speaks to a running job through requests.py only.
+"""
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from migration.arguments import DEFAULT_PROFILE, Parser, build_parser, parse_run
+from migration.config import apply_settings
+from migration.errors import UserError
+from migration.plan import initial_roster, parse_vacate, spread_hosts
+from migration.plan_report import describe_plan, plan_as_dict
+from migration.profiles import describe_profiles, get_profile
+from migration.requests import send_request
+
+FINAL = ("COMMITTED", "ABORTED", "REFUSED")
+
+
+def launch_run(argv: list[str]) -> int:
+    """`harness.py [--np N] ...` outside mpirun: list profiles, or check the arguments and start mpiexec."""
+    from migration.launch import launch
+    args = build_parser().parse_args(argv)
+    if args.list_profiles:
+        print(describe_profiles())
+        return 0
+    config, options = parse_run(argv)
+    if args.np is None:
+        raise UserError(f"profile {config.profile} needs {config.job_size} processes and spares: start it with --np N, "
+                        f"or under mpirun, such as python harness.py --np {config.job_size + 2} ...")
+    if args.np < 1:
+        raise UserError(f"--np {args.np}: must be at least 1")
+    hosts = spread_hosts(options.hosts, args.np) if options.hosts else tuple(f"r{i}" for i in range(args.np))
+    initial_roster(hosts, config)
+    rank_argv = [a for i, a in enumerate(argv) if not a.startswith("--np") and (i == 0 or argv[i - 1] != "--np")]
+    rank_argv = [a for a in rank_argv if a != "--no-shared-imports"]
+    if not args.run:
+        rank_argv += ["--run", options.run]
+    return launch(args.np, rank_argv, run_dir=Path(options.run), share_imports=not args.no_shared_imports)
+
+
+def _request(argv: list[str]) -> int:
+    parser = Parser(prog="harness.py request", description="Ask a running job to vacate a host. The move begins at "
+                    "once, or when the one under way is done.")
+    _add_run(parser)
+    parser.add_argument("--vacate", required=True, metavar="HOST[,HOST][->HOST][@ITERATION]")
+    parser.add_argument("--wait", action="store_true", help="wait until the move is committed, aborted or refused; "
+                        "the exit code is 0 only if it is committed")
+    args = parser.parse_args(argv)
+    before = len(send_request(args.run, {"do": "status"})["moves"])
+    reply = send_request(args.run, {"do": "vacate", "vacate": args.vacate})
+    print(f"request {reply['id']} accepted: vacate {args.vacate} (job is in phase {reply['phase']})", flush=True)
+    if not args.wait:
+        return 0
+    while True:
+        for move in send_request(args.run, {"do": "status"})["moves"][before:]:
+            if move["request"] == args.vacate:
+                print(_describe_move(move))
+                return 0 if move["outcome"] == "COMMITTED" else 1
+        time.sleep(0.2)
+
+
+def _describe_move(move: dict[str, Any]) -> str:
+    if move["outcome"] == "COMMITTED":
+        return (f"move {move['request']} committed before iteration {move['iteration']}: downtime "
+                f"{move['downtime_s'] * 1e3:.0f} ms, setup {move['setup_s']:.2f} s, {move['bytes'] / 1e6:.2f} MB")
+    return f"move {move['request']} {move['outcome'].lower()}: {move['reason']}"
+
+
+def _status(argv: list[str]) -> int:
+    parser = Parser(prog="harness.py status", description="Where a running job stands: iteration, phase, hosts, moves.")
+    _add_run(parser)
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    args = parser.parse_args(argv)
+    status = send_request(args.run, {"do": "status"})
+    if args.json:
+        print(json.dumps(status, indent=1))
+        return 0
+    print(f"iteration {status['iteration']}/{status['num_iterations']}, generation {status['generation']}, phase "
+          f"{status['phase']}" + (f" ({status['move']})" if status["move"] else ""))
+    print(f"controller: world rank {status['controller']}, term {status['term']}"
+          + (f"; lost world ranks: {status['lost']}" if status["lost"] else ""))
+    for host, row in status["hosts"].items():
+        print(f"  {host:12s} slots {', '.join(map(str, row['slots'])) or '-':12s} spares {row['spares']}")
+    for move in status["moves"]:
+        print("  " + _describe_move(move))
+    if status["queued"]:
+        print("  queued: " + ", ".join(status["queued"]))
+    return 0
+
+
+def _cancel(argv: list[str]) -> int:
+    parser = Parser(prog="harness.py cancel", description="Cancel the move under way, before its commit, or the next "
+                    "one that is queued. The job trains on.")
+    _add_run(parser)
+    args = parser.parse_args(argv)
+    print(f"cancelled: {send_request(args.run, {'do': 'cancel'})['cancelled']}")
+    return 0
+
+
+def _plan(argv: list[str]) -> int:
+    parser = Parser(prog="harness.py plan", description="Say, without a job, who would move where, which groups would "
+                    "be rebuilt and kept, and how many bytes would go over.")
+    parser.add_argument("--profile", default=DEFAULT_PROFILE)
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings")
+    parser.add_argument("--hosts", required=True, metavar="H,H,...")
+    parser.add_argument("--np", type=int, required=True, metavar="N", help="processes in all, spares included")
+    parser.add_argument("--vacate", required=True, metavar="HOST[,HOST][->HOST]")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    args = parser.parse_args(argv)
+    config = apply_settings(get_profile(args.profile), args.settings)
+    roster = initial_roster(spread_hosts(args.hosts.split(","), args.np), config)
+    request = parse_vacate(args.vacate, need_iteration=False)
+    if args.json:
+        print(json.dumps(plan_as_dict(config, roster, request), indent=1))
+    else:
+        print(describe_plan(config, roster, request))
+    return 0
+
+
+def _demo(argv: list[str]) -> int:
+    from migration.demo import demo
+    return demo(argv)
+
+
+def _add_run(parser: Parser) -> None:
+    parser.add_argument("--run", required=True, help="folder of the running job, as it was printed at its start")
+
+
+COMMANDS = {"request": _request, "status": _status, "cancel": _cancel, "plan": _plan, "demo": _demo}
+
+
+def run(argv: list[str]) -> int:
+    """Run the command named by argv[0]."""
+    try:
+        return COMMANDS[argv[0]](argv[1:])
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return 130

@@ -1,0 +1,78 @@
+"""Faults for tests and experiments, addressed by (slot, phase, move) and counted. Never active unless asked for.
+
+`KIND@SLOT:PHASE[#MOVE]` fires once in a process, at the joiner that takes SLOT, in PREPARING, READY or SWITCHING:
+raise (an exception), kill (SIGKILL to itself), hang (never goes on), corrupt (wrong bits: of the probe, of the
+acknowledged position, of the received state), cancel (asks the controller to cancel the move).
+"""
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from migration.errors import MoveFailed, UserError
+
+KINDS = ("raise", "kill", "hang", "corrupt", "cancel")
+PHASES = ("PREPARING", "READY", "SWITCHING")
+
+
+class InjectedFault(MoveFailed):
+    """Raised by a fault of kind `raise`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault; `move` is None where any move will do."""
+
+    kind: str
+    slot: int
+    phase: str
+    move: int | None
+    text: str
+
+
+def parse_fault(text: str) -> Fault:
+    """Raises UserError if `text` isn't KIND@SLOT:PHASE[#MOVE]."""
+    match = re.fullmatch(r"(\w+)@(\d+):(\w+)(?:#(\d+))?", text)
+    if not match or match[1] not in KINDS or match[3] not in PHASES:
+        raise UserError(f"--fault {text}: write it as KIND@SLOT:PHASE[#MOVE], such as raise@2:PREPARING; kinds are "
+                        f"{', '.join(KINDS)}, phases {', '.join(PHASES)}")
+    return Fault(kind=match[1], slot=int(match[2]), phase=match[3], text=text,
+                 move=None if match[4] is None else int(match[4]))
+
+
+class Faults:
+    """The faults of one process. `on_fired(fault)` must be heard elsewhere even if the process dies right after."""
+
+    def __init__(self, texts: tuple[str, ...], on_fired: Callable[[Fault], None]) -> None:
+        self._waiting = [parse_fault(text) for text in texts]
+        self._on_fired = on_fired
+        self._lock = threading.Lock()
+
+    def fire(self, phase: str, slot: int, move: int) -> str:
+        """Called at a joiner's fault point. Returns the kind for the caller to act on: hang, corrupt, cancel, or ''.
+
+        Raises InjectedFault for `raise`; doesn't return for `kill`.
+        """
+        with self._lock:
+            due = next((f for f in self._waiting if f.phase == phase and f.slot == slot and f.move in (None, move)), None)
+            if due is None:
+                return ""
+            self._waiting.remove(due)
+        self._on_fired(due)
+        if due.kind == "raise":
+            raise InjectedFault(f"fault {due.text}")
+        if due.kind == "kill":
+            time.sleep(0.2)  # the record of the fault leaves first
+            os.kill(os.getpid(), signal.SIGKILL)
+        return due.kind
+
+
+def hang() -> None:
+    """Never returns; the process can only be ended from outside."""
+    while True:
+        time.sleep(1.0)

@@ -1,0 +1,121 @@
+"""Starts a job on this machine: one mpiexec with the right flags, and the exit code of the run.
+
+Owns the mpiexec process, the signals that come to the launcher, and the fork server of a run. Must not know what the
+processes do; of a run it reads `result.json` only, because mpiexec's own exit code says nothing (141 or 255 after
+successful runs with these flags).
+
+Each process gets a hydra proxy of its own (`-hosts r0:1,r1:1,...`): with a proxy for several, the SIGKILL of one process
+can take its neighbours along. `-disable-auto-cleanup` lets processes leave while the others go on.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+from migration.errors import UserError
+from migration.forkserver import ADDRESS_VARIABLE, ForkServer
+from migration.zygote import die_with_parent
+
+RUN_VARIABLE = "LM_RUN"
+_HARNESS = Path(__file__).resolve().parent.parent / "harness.py"
+_POLL_S = 0.5
+_TERM_GRACE_S = 5.0  # from SIGTERM to SIGKILL
+_RESULT_GRACE_S = 20.0  # from result.json to the end of the last process
+
+
+def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_imports: bool = True,
+           program: Path = _HARNESS, preload: str = "migration.job:preload", entry: str = "harness:run_process") -> int:
+    """Runs `program` with `argv` in `num_processes` processes; returns the exit code of the run.
+
+    argv already contains `--run run_dir` and no `--np`. 0: the run says it completed, 1: it failed or left no result,
+    128+N: the launcher was ended by signal N. share_imports: processes are copies of one that ran `preload`, and call
+    `entry` (see forkserver.py); a server named by LM_FORKSERVER is used, else one is made for this run.
+    To be called in the main thread. Raises UserError if there is no usable mpiexec or run_dir holds a result already.
+    """
+    result = run_dir / "result.json"
+    if result.exists():
+        raise UserError(f"--run {run_dir}: there is a finished run in it ({result.name}); name another folder")
+    command = [str(_find_mpiexec()), "-disable-auto-cleanup", "-launcher", "fork",
+               "-hosts", ",".join(f"r{index}:1" for index in range(num_processes)), "-n", str(num_processes),
+               sys.executable, str(program), *argv]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {RUN_VARIABLE: str(run_dir)}
+    with ExitStack() as stack:
+        if not share_imports:
+            environment.pop(ADDRESS_VARIABLE, None)
+        elif ADDRESS_VARIABLE not in environment:
+            server = stack.enter_context(ForkServer(preload=preload, entry=entry, environment=environment))
+            environment[ADDRESS_VARIABLE] = server.address
+        # Its own session: Ctrl-C comes to the launcher only, which ends the job in order. If the launcher is killed,
+        # the kernel kills mpiexec, whose proxies then end their processes.
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+                               preexec_fn=die_with_parent, restore_signals=False)
+        signum = _wait(job, result)
+    return 128 + signum if signum else _verdict(result)
+
+
+def _find_mpiexec() -> Path:
+    beside = Path(sys.executable).with_name("mpiexec")  # not resolved: in an environment, python is a link
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise UserError("no mpiexec beside the Python in use nor in PATH; install MPICH: pip install mpich")
+    version = subprocess.run([found, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    if "HYDRA" not in version.stdout:
+        raise UserError(f"{found} is not MPICH's mpiexec, whose flags --np needs: pip install mpich, or start "
+                        f"harness.py under your own mpirun, without --np")
+    return Path(found)
+
+
+def _wait(job: subprocess.Popen, result: Path) -> int:
+    """Waits for mpiexec to end; returns the number of the signal that made it so, or 0."""
+    received: list[int] = []
+
+    def end_job(signum: int, frame: FrameType | None) -> None:
+        if not received:
+            job.terminate()
+        else:
+            job.kill()  # asked twice: at once
+        received.append(signum)
+
+    previous = {signum: signal.signal(signum, end_job) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        since: dict[str, float] = {}
+        while True:
+            try:
+                job.wait(_POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                _end_if_overdue(job, bool(received), result.exists(), since)
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+    return received[0] if received else 0
+
+
+def _end_if_overdue(job: subprocess.Popen, told_to_end: bool, has_result: bool, since: dict[str, float]) -> None:
+    """since: when each reason to end was first seen (monotonic)."""
+    now_s = time.monotonic()
+    if told_to_end and now_s - since.setdefault("signal", now_s) > _TERM_GRACE_S:
+        job.kill()
+    if has_result and now_s - since.setdefault("result", now_s) > _RESULT_GRACE_S:
+        print(f"launcher: the run has its result, but processes were still there {_RESULT_GRACE_S:.0f} s later; "
+              "they are killed", file=sys.stderr, flush=True)
+        job.kill()
+
+
+def _verdict(result: Path) -> int:
+    try:
+        status = json.loads(result.read_text())["status"]
+    except (OSError, ValueError, KeyError) as error:
+        print(f"launcher: the run ended without a result ({result}: {error}); what its processes said is above, "
+              f"their logs are in {result.parent / 'log'}", file=sys.stderr, flush=True)
+        return 1
+    return 0 if status == "completed" else 1

@@ -1,0 +1,140 @@
+"""One process of a run once MPI is up: wires world, groups, log, member and perhaps the controller together.
+
+harness.py owns the training loop; this file owns what every process has, whatever its role.
+"""
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from migration import device, job, state
+from migration.bringup import Started
+from migration.config import Config
+from migration.controller import Controller
+from migration.groups import Groups, connect_store
+from migration.job import IterationResult, Job
+from migration.member import Member
+from migration.plan import Roster
+from migration.timeline import Clock, Timeline
+from migration.world import Record, World
+
+_START_TIMEOUT_S = 300.0  # for the first generation: processes come up at different times
+
+
+def load() -> None:
+    """The heavy imports, in the order that the device shim needs."""
+    job.preload()
+
+
+class Process:
+    """What every process of a run has: its log, its groups, its part in moves, and perhaps the controller's role."""
+
+    def __init__(self, config: Config, started: Started, world: World, clock: Clock,
+                 on_end: Callable[[str], None]) -> None:
+        self.config, self.world, self._started, self._on_end = config, world, started, on_end
+        self.options, self.samples = started.options, started.samples
+        own = world.hellos[world.rank]
+        self.timeline = Timeline(
+            Path(self.options.run) / "log" / f"w{world.rank:04d}.h5", world_rank=world.rank, host=own["host"],
+            config=asdict(config), options=asdict(self.options), versions={**own["versions"], "mpi": world.library},
+            hosts=list(started.roster.hosts), clock=clock)
+        self.groups = Groups(device.current_device())
+        self.member = Member(world=world, groups=self.groups, timeline=self.timeline, options=self.options)
+        self.member.slot = started.roster.slot_of(world.rank)
+        if self.options.hold:
+            self.member.hold_at(self.options.vacate_iterations())
+        self._controller: Controller | None = None
+        if world.rank == 0:
+            self._controller = self._make_controller(started.roster, 0)
+        signal.signal(signal.SIGUSR2, lambda *_: self.member.vacate_own_host())
+        world.go(self._on_record, self._on_tick)
+        if self.member.slot is None:
+            self.member.tell("READY")
+
+    def add_marks(self, marks: dict[str, float]) -> None:
+        """Start-up spans from the times at which each part was done."""
+        names = list(marks)
+        for before, after in zip(names, names[1:]):
+            self.timeline.add_span(after, "STARTUP", marks[before], marks[after])
+
+    # ---- a slot's process
+
+    def start_slot(self) -> Job:
+        """Build the slot's job and the first generation's communicators. Collective over the job."""
+        slot = self.member.slot
+        assert slot is not None
+        with self.timeline.span("build", "STARTUP", slot=slot):
+            job.open_groups(self.config, slot, self.groups)
+            made = Job(self.config, slot, self.groups, self.samples)
+        self.member.tell("READY")
+        record = self.member.wait_for(lambda: self.member.started)
+        with self.timeline.span("connect", "STARTUP", slot=slot):
+            store = connect_store(tuple(record["store"]), _START_TIMEOUT_S)
+            self.groups.prepare(0, store, range(self.config.job_size), _START_TIMEOUT_S)
+            self.groups.activate()
+            self.groups.adopt()
+        with self.timeline.span("broadcast", "STARTUP", slot=slot):
+            made.broadcast_parameters()
+        return made
+
+    def report_progress(self, made: Job, result: IterationResult, time_s: float) -> None:
+        """Tell the controller where training is; the first slot of the last stage adds the loss."""
+        first_of_last_stage = self.config.job_size - self.config.tp * self.config.dp
+        extra = {"loss": result.loss, "time_s": time_s} if made.slot == first_of_last_stage else {}
+        self.member.tell("PROGRESS", iteration=made.iteration, **extra)
+
+    def finish(self, made: Job) -> None:
+        """Training is done: write the final digests, say so, and wait for the controller to end the process."""
+        self.member.finished(self.config.iterations)
+        for kind, digest in state.digests(state.capture(made)).items():
+            self.timeline.add_digest(made.slot, kind, digest)
+        self.member.tell("FINISHED")
+        threading.Event().wait()
+
+    def device_bytes(self) -> int:
+        return device.memory_bytes()
+
+    # ---- the control thread
+
+    def _make_controller(self, roster: Roster, term: int) -> Controller:
+        one_machine = self._started.address == "127.0.0.1"
+        address = "127.0.0.1" if one_machine else self.world.hellos[self.world.rank]["address"]
+        return Controller(world=self.world, config=self.config, options=self.options, roster=roster, term=term,
+                          timeline=self.timeline, address=address, on_end=self._on_end)
+
+    def _on_record(self, record: Record) -> None:
+        if record["kind"] == "INHERIT":
+            self._controller = self._make_controller(Roster.from_json(record["roster"]), record["term"])
+            self._controller.inherit(record)
+        elif "term" in record:
+            self.member.on_record(record)
+        elif self._controller is not None:
+            self._controller.on_record(record)
+        else:  # sent before the sender heard of the new controller
+            self.world.send(self.member.controller, record)
+
+    def _on_tick(self, now_s: float) -> None:
+        if self._controller is not None:
+            self._controller.on_tick(now_s)
+            if self._controller.successor is not None:
+                self.member.controller = self._controller.successor
+                self._controller.resign()
+                self._controller = None
+        self.member.on_tick(now_s)
+
+    def fatal(self, error: BaseException, text: str) -> None:
+        """This process can't go on: the controller ends them all. Doesn't return."""
+        member = self.member
+        role = f"slot {member.slot}" if member.slot is not None else "a spare"
+        message = (f"{role} (world rank {self.world.rank} on {self.world.hellos[self.world.rank]['host']}, generation "
+                   f"{member.generation}): {type(error).__name__}: {error}").splitlines()[0]
+        path = Path(self.options.run) / "log" / f"w{self.world.rank:04d}.traceback.txt"
+        path.write_text(text)
+        self.timeline.add_event("error", message)
+        member.tell("FATAL", message=f"{message} (traceback: {path})")
+        # the controller's END ends this process from the control thread; without a controller it ends all the same
+        threading.Event().wait(10.0)
+        member.end_process(f"{message} (no controller answered)", 1)

@@ -1,0 +1,157 @@
+"""What the controller keeps of a run for people: the progress line, one record per move, and the verdict in
+RUN/result.json, written last. Decides nothing.
+"""
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from migration.config import Config
+from migration.move import MoveTally, Report
+from migration.plan import MovePlan
+from migration.protocol import Phase
+from migration.timeline import Timeline
+
+RESULT_VERSION = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class MoveRecord:
+    """Times (unix seconds) and counts of the move under way, as its members report them."""
+
+    request: str
+    plan: MovePlan
+    term: int
+    requested_s: float
+    ready_s: float = math.nan
+    committed_s: float = math.nan
+    arrived_s: list[float] = field(default_factory=list)
+    resumed_s: list[float] = field(default_factory=list)
+    num_bytes: int = 0
+    num_rebuilt: int = 0
+    num_kept: int = 0
+
+    def take(self, report: Report, record: dict[str, Any], now_s: float) -> None:
+        if report is Report.PREPARED:
+            self.ready_s = now_s  # the last one counts
+        if report is Report.ACKNOWLEDGED and "arrived_s" in record:
+            self.arrived_s.append(record["arrived_s"])
+            self.resumed_s.append(record["resumed_s"])
+            self.num_bytes += record["bytes"]
+            self.num_rebuilt += record["groups"][0]
+            self.num_kept += record["groups"][1]
+
+    def columns(self, tally: MoveTally) -> dict[str, Any]:
+        """The row of the log's `moves`. Downtime: from the last arrival at the position to the last resumption."""
+        committed = bool(self.arrived_s)
+        reason = tally.reason if not committed else ""
+        if not tally.bits_kept:
+            reason += "sums on the new communicators have other bits than on the old ones"
+        return {"move": tally.number, "request": self.request, "outcome": "COMMITTED" if committed else "ABORTED",
+                "reason": reason, "iteration": tally.position if committed else -1, "generation": tally.generation,
+                "term": self.term, "requested_s": self.requested_s, "setup_s": self.ready_s - self.requested_s,
+                "downtime_s": max(self.resumed_s) - max(self.arrived_s) if committed else math.nan,
+                "total_s": self.committed_s - self.requested_s, "bytes": self.num_bytes,
+                "num_groups_rebuilt": self.num_rebuilt, "num_groups_kept": self.num_kept,
+                "assignments": [[a.slot, a.leaver, a.joiner] for a in self.plan.assignments]}
+
+
+class RunRecord:
+    """The run as the controller saw it."""
+
+    def __init__(self, *, config: Config, run: str, timeline: Timeline, progress_s: float) -> None:
+        self.moves: list[dict[str, Any]] = []
+        self.faults: list[dict[str, Any]] = []
+        self.run = run
+        self._config, self._timeline, self._progress_s = config, timeline, progress_s
+        self._shown_s, self._shown_phase = 0.0, ""
+        self._is_terminal = sys.stdout.isatty()
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return self._timeline.clock
+
+    # ---- the progress line
+
+    def progress(self, record: dict[str, Any], generation: int, phase: str) -> None:
+        """One line for the iteration just done; where the output isn't a terminal, not more often than `progress_s`."""
+        now_s = time.monotonic()
+        done = record["iteration"]
+        last = done == self._config.iterations
+        if not (self._is_terminal or last or phase != self._shown_phase or now_s - self._shown_s > self._progress_s):
+            return
+        self._shown_s, self._shown_phase = now_s, phase
+        width = len(str(self._config.iterations))
+        text = (f"iteration {done:{width}d}/{self._config.iterations}  loss {record['loss']:.4f}  "
+                f"{record['time_s']:.3f} s/iteration  generation {generation}{phase}")
+        if self._is_terminal:
+            sys.stdout.write(f"\r\x1b[K{text}" + ("\n" if last else ""))
+        else:
+            sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        sys.stdout.write(("\r\x1b[K" if self._is_terminal else "") + text + "\n")
+        sys.stdout.flush()
+
+    # ---- moves and faults
+
+    def finish(self, move: MoveRecord, tally: MoveTally) -> None:
+        """A move is committed or aborted."""
+        columns = move.columns(tally)
+        self._add(columns)
+        if columns["outcome"] == "COMMITTED":
+            self.say(f"move {move.request} committed before iteration {columns['iteration']}: generation "
+                     f"{tally.generation}, setup {columns['setup_s']:.2f} s, downtime {columns['downtime_s'] * 1e3:.0f} "
+                     f"ms, {columns['bytes'] / 1e6:.2f} MB" + (f"; {columns['reason']}" if columns["reason"] else ""))
+
+    def refuse(self, request: str, reason: str, generation: int, term: int) -> None:
+        """A request that never became a move."""
+        self._add({"move": -1, "request": request, "outcome": "REFUSED", "reason": reason, "iteration": -1,
+                   "generation": generation, "term": term, "requested_s": self.clock(), "setup_s": math.nan,
+                   "downtime_s": math.nan, "total_s": math.nan, "bytes": 0, "num_groups_rebuilt": 0,
+                   "num_groups_kept": 0, "assignments": []})
+
+    def _add(self, columns: dict[str, Any]) -> None:
+        self.moves.append({k: None if isinstance(v, float) and math.isnan(v) else v for k, v in columns.items()})
+        self._timeline.add_move(**columns)
+
+    def fault(self, record: dict[str, Any]) -> None:
+        """An injected fault has fired."""
+        self.say(f"fault {record['text']} fired at world rank {record['from']}")
+        key = {"text": record["text"], "kind": record["fault"], "slot": record["slot"], "phase": record["phase"]}
+        known = next((f for f in self.faults if f["text"] == record["text"]), None)
+        if known is None:
+            self.faults.append({**key, "fired": 1})
+        else:
+            known["fired"] += 1
+
+    # ---- the verdict
+
+    def end(self, status: str, error: str | None, tally: MoveTally, term: int) -> None:
+        """Write RUN/result.json: nothing is written after it."""
+        result = {"schema_version": RESULT_VERSION, "status": status, "error": error, "profile": self._config.profile,
+                  "iterations": self._config.iterations, "generation": tally.generation, "term": term,
+                  "phase": tally.phase.value, "moves": self.moves, "faults": self.faults, "finished_s": self.clock()}
+        if tally.phase is not Phase.TRAINING:
+            result["error"] = f"{error} (phase {tally.phase.value} of move {tally.number})"
+        path = Path(self.run) / "result.json"
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(result, indent=1))
+        os.replace(unfinished, path)
+
+    # ---- handing the role over
+
+    def to_json(self) -> dict[str, Any]:
+        return {"moves": self.moves, "faults": self.faults}
+
+    def load_json(self, value: dict[str, Any]) -> None:
+        self.moves, self.faults = value["moves"], value["faults"]

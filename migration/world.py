@@ -1,0 +1,190 @@
+"""MPI bring-up, hosts, and the control thread. The only file that speaks MPI.
+
+The control thread imports MPI and makes every call to it; other threads hand it records. MPI's blocking waits spin, so
+it polls: a posted receive, a test, a short sleep. Collectives only at the start; afterwards small records from process
+to process, sent without waiting, because a process that is gone never receives.
+
+Knows nothing of slots, moves or torch. Rules that keep both MPICH and Open MPI usable: no MPI_Finalize (it waits for
+everybody), SIGUSR1 ignored (hydra sends it to survivors), errors returned.
+"""
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from migration.errors import UserError
+from migration.plan import spread_hosts
+
+RECORD_BYTES = 1 << 18  # small ones go at once; a large one waits until the receiver polls
+POLL_S = 0.005
+URGENT_POLL_S = 0.0005  # while a member waits at a boundary
+_TAG = 7
+
+Record = dict[str, Any]
+
+
+def own_host(world_rank: int, world_size: int, virtual_hosts: list[str]) -> str:
+    """This process's host: an equal run of ranks per virtual host, or what the launcher says, or the machine's name.
+
+    Raises UserError when the processes can't be divided equally over `virtual_hosts`.
+    """
+    if virtual_hosts:
+        return spread_hosts(virtual_hosts, world_size)[world_rank]
+    for name in ("LM_HOST", "SLURMD_NODENAME", "PMI_HOSTNAME"):
+        if os.environ.get(name):
+            return os.environ[name]
+    return socket.gethostname()
+
+
+def own_address() -> str:
+    """An address of this machine that other hosts can reach: LM_ADDRESS, or what its name resolves to."""
+    if os.environ.get("LM_ADDRESS"):
+        return os.environ["LM_ADDRESS"]
+    try:
+        found = [row[4][0] for row in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    except socket.gaierror:
+        found = []
+    return next((a for a in found if not a.startswith("127.")), "127.0.0.1")
+
+
+class World:
+    """Every MPI process, spares included."""
+
+    def __init__(self) -> None:
+        self.rank = -1
+        self.size = 0
+        self.hellos: list[dict[str, Any]] = []
+        self.library = ""
+        self._outbox: queue.SimpleQueue[tuple[int, Record]] = queue.SimpleQueue()
+        self._own: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self._handlers: tuple[Callable[[Record], None], Callable[[float], None]] | None = None
+        self._ready, self._going = threading.Event(), threading.Event()
+        self._failure: BaseException | None = None
+        self.urgent = False
+        self._lost: set[int] = set()
+
+    def start(self, hello: Callable[[int, int], dict[str, Any]]) -> None:
+        """Bring MPI up. Collective over the world: everybody's `hello(rank, size)` is in `hellos` afterwards.
+
+        Raises what `hello` raised, on every rank: a hello that failed travels as its message.
+        """
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        self._thread = threading.Thread(target=self._run, args=(hello,), name="control", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def go(self, on_record: Callable[[Record], None], on_tick: Callable[[float], None]) -> None:
+        """Let records flow: the control thread calls `on_record` for each and `on_tick(now_s)` at every poll."""
+        self._handlers = (on_record, on_tick)
+        self._going.set()
+
+    def send(self, world_rank: int, record: Record) -> None:
+        """Hand over a record for `world_rank` (perhaps this process). Any thread; returns at once."""
+        if world_rank == self.rank:
+            self._own.put(record)
+        else:
+            self._outbox.put((world_rank, record))
+
+    def forget(self, world_rank: int) -> None:
+        """A process is lost: nothing is sent to it any more."""
+        self._lost.add(world_rank)
+
+    def finalize(self, timeout_s: float = 5.0) -> None:
+        """End MPI in order, on the control thread. Collective over the world: gives up after `timeout_s`."""
+        watch = threading.Timer(timeout_s, os._exit, (0,))
+        watch.daemon = True
+        watch.start()
+        self._request.Cancel()
+        self._mpi.Finalize()
+        watch.cancel()
+
+    # ---- the control thread
+
+    def _run(self, hello: Callable[[int, int], dict[str, Any]]) -> None:
+        try:
+            self._bring_up(hello)
+        except BaseException as error:  # handed to the main thread, which raises it
+            self._failure = error
+        self._ready.set()
+        if self._failure is not None:
+            return
+        self._going.wait()
+        try:
+            self._poll()
+        except BaseException:
+            # nobody is left who could tell the controller: MPI ends everything
+            sys.stderr.write(f"harness: control thread of world rank {self.rank} failed:\n{traceback.format_exc()}")
+            sys.stderr.flush()
+            self._comm.Abort(1)
+
+    def _bring_up(self, hello: Callable[[int, int], dict[str, Any]]) -> None:
+        # MPICH only: with its default (UCX) and polling like ours, records between hosts stayed away in 5 of 14 runs
+        # for as long as we waited; with OFI in none of 50
+        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
+        import mpi4py
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+        self._mpi = MPI
+        MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
+        self._comm = MPI.COMM_WORLD.Dup()
+        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self.library = MPI.Get_library_version().split("\n")[0].strip()
+        try:
+            own: dict[str, Any] = hello(self.rank, self.size)
+        except UserError as error:
+            own = {"error": str(error)}
+        self.hellos = self._comm.allgather(own)
+        wrong = [h["error"] for h in self.hellos if "error" in h]
+        if wrong:
+            raise UserError(wrong[0])
+        self._status = MPI.Status()
+        self._buffer = bytearray(RECORD_BYTES)
+        self._post()
+
+    def _post(self) -> None:
+        self._request = self._comm.Irecv(self._buffer, source=self._mpi.ANY_SOURCE, tag=_TAG)
+
+    def _poll(self) -> None:
+        assert self._handlers is not None
+        on_record, on_tick = self._handlers
+        sending: list[tuple[int, Any, bytes]] = []
+        while True:
+            for record in self._received():
+                on_record(record)
+            on_tick(time.monotonic())
+            sending = [s for s in sending + self._start_sends() if s[0] not in self._lost and not s[1].Test()]
+            if self._own.empty():
+                time.sleep(URGENT_POLL_S if self.urgent else POLL_S)
+
+    def _received(self) -> list[Record]:
+        found = []
+        # one call makes progress, the next one sees it: over TCP a single test would be a poll late
+        while self._request.Test(self._status) or self._request.Test(self._status):
+            found.append(json.loads(bytes(self._buffer[:self._status.Get_count(self._mpi.BYTE)])))
+            self._post()
+        while not self._own.empty():
+            found.append(self._own.get())
+        return found
+
+    def _start_sends(self) -> list[tuple[int, Any, bytes]]:
+        started = []
+        while not self._outbox.empty():
+            rank, record = self._outbox.get()
+            if rank in self._lost:
+                continue
+            data = json.dumps(record).encode()
+            assert len(data) <= RECORD_BYTES, f"a record of {len(data)} bytes: {record.get('kind')}"
+            started.append((rank, self._comm.Isend(data, dest=rank, tag=_TAG), data))
+        return started

@@ -1,0 +1,215 @@
+"""The process of the fork server: imports everything once and then forks a copy of itself for each rank.
+
+Owns the server's loop, what a copy takes over from the process that asked for it, and the words on the socket. Must
+not know what the ranks do. See forkserver.py for the whole picture; this file imports nothing heavy by itself.
+
+On the socket, a request is a length (with the descriptors beside it) and a JSON text; the answers are two numbers, the
+copy's pid and, when it has ended, its exit code (-N: by signal N).
+"""
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+FORKED_VARIABLE = "LM_FORKED_PID"
+NUMBER = struct.Struct("<i")
+LENGTH = struct.Struct("<I")
+# The server's arguments are padded by this: a copy shows its own arguments in their place (ps, /proc/PID/cmdline).
+TITLE_BYTES = 4096
+_PR_SET_PDEATHSIG = 1
+_REQUEST_TIMEOUT_S = 10.0
+
+
+def die_with_parent() -> None:
+    """Has the kernel send SIGKILL to this process when the thread that started it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def receive(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        chunk = connection.recv(num_bytes - len(data))
+        if not chunk:
+            raise EOFError(f"connection closed after {len(data)} of {num_bytes} bytes")
+        data += chunk
+    return bytes(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    program: str
+    argv: list[str]
+    cwd: str
+    environment: dict[str, str]
+    fds: list[int]  # the rank's stdin, stdout, stderr and, if it has one, its PMI connection
+
+
+def main() -> NoReturn:
+    """The server process: sys.argv is -c, path, folder, preload, entry, padding, number of the listening socket."""
+    _, _, folder, preload, entry, _, fd = sys.argv
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _show_as([sys.executable, "-m", "migration.zygote", entry])
+    _resolve(preload)()
+    run = _resolve(entry)
+    num_threads = len(os.listdir("/proc/self/task"))
+    if num_threads != 1:
+        raise RuntimeError(f"{preload} left {num_threads} threads; a process with more than one can't be copied safely")
+    gc.collect()
+    gc.freeze()  # a collection in a copy would write to, and so duplicate, every shared page
+    request = _Server(socket.socket(fileno=int(fd)), folder).serve()
+    _become(request)  # from here on this is a copy
+    sys.exit(run(request.argv))
+
+
+def _resolve(name: str) -> Callable:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+class _Server:
+    """The loop of the server: takes requests, forks, reaps, and kills what nobody waits for any more."""
+
+    def __init__(self, listener: socket.socket, folder: str) -> None:
+        self._pid = os.getpid()
+        self._folder = folder
+        self._listener = listener
+        self._connections: dict[int, socket.socket] = {}  # pid of a copy -> its light process
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        os.set_blocking(self._wake_read, False)
+        signal.set_wakeup_fd(self._wake_write)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)  # a handler must exist for the wake-up to happen
+        self._selector = selectors.DefaultSelector()
+        for source, action in ((self._listener, self._accept), (sys.stdin.fileno(), self._end),
+                               (self._wake_read, self._reap)):
+            self._selector.register(source, selectors.EVENT_READ, action)
+
+    def serve(self) -> _Request:
+        """Serves for ever; returns in each copy, with its request."""
+        while True:
+            for key, _ in self._selector.select():
+                request = key.data()
+                if request is not None:
+                    return request
+
+    def _accept(self) -> _Request | None:
+        connection, _ = self._listener.accept()
+        try:
+            request = _read_request(connection)
+        except (EOFError, OSError, ValueError) as error:
+            print(f"fork server: a request could not be read: {error!r}", file=sys.stderr, flush=True)
+            connection.close()
+            return None
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent()
+            if os.getppid() != self._pid:  # the server ended before the kernel was told
+                os._exit(1)
+            connection.close()
+            self._leave()
+            return request
+        for fd in request.fds:
+            os.close(fd)
+        self._connections[pid] = connection
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._lose(pid))
+        self._tell(connection, pid)
+        return None
+
+    def _leave(self) -> None:
+        """In a copy: lets go of everything that is the server's."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._selector.close()
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _lose(self, pid: int) -> None:
+        """A light process says nothing after its request: whatever there is to read is its end."""
+        if pid not in self._connections:
+            return  # reaped earlier in the same round of the loop
+        self._selector.unregister(self._connections[pid])
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+
+    def _reap(self) -> None:
+        os.read(self._wake_read, 4096)
+        while self._connections:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            connection = self._connections.pop(pid, None)
+            if connection is None:
+                continue  # a program that preload started
+            if connection in self._selector.get_map():
+                self._selector.unregister(connection)
+            self._tell(connection, os.waitstatus_to_exitcode(status))
+            connection.close()
+
+    def _tell(self, connection: socket.socket, number: int) -> None:
+        try:
+            connection.sendall(NUMBER.pack(number))
+        except OSError:
+            pass  # the light process has gone; its copy is killed when the loop sees the connection closed
+
+    def _end(self) -> NoReturn:
+        """The creator closed the lifeline, or is no more."""
+        for pid in self._connections:
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
+
+
+def _read_request(connection: socket.socket) -> _Request:
+    connection.settimeout(_REQUEST_TIMEOUT_S)
+    header, fds, _, _ = socket.recv_fds(connection, LENGTH.size, 4, socket.MSG_CMSG_CLOEXEC)
+    if len(header) != LENGTH.size or len(fds) < 3:
+        raise EOFError(f"{len(header)} bytes and {len(fds)} descriptors where {LENGTH.size} and 3 or 4 were due")
+    fields = json.loads(receive(connection, LENGTH.unpack(header)[0]))
+    return _Request(fds=list(fds), **fields)
+
+
+def _become(request: _Request) -> None:
+    """Makes this copy the process that asked: its streams, environment, folder and arguments."""
+    for number, fd in enumerate(request.fds[:3]):
+        os.dup2(fd, number)
+        os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    if len(request.fds) > 3:
+        # Its number may be taken here by something that preload opened, so the variable follows the descriptor.
+        os.environ["PMI_FD"] = str(request.fds[3])
+    os.environ[FORKED_VARIABLE] = str(os.getpid())
+    os.chdir(request.cwd)
+    sys.argv[:] = [request.program, *request.argv]
+    _show_as([sys.executable, *sys.argv])
+
+
+def _show_as(words: Sequence[str]) -> None:
+    """Writes `words` over this process's arguments as the system shows them; cut if they don't fit."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end: fields 48 and 49 of proc(5)
+    if not start:
+        return  # a kernel that doesn't tell; only the looks are lost
+    title = os.fsencode("\0".join(words))[:end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, title, len(title))

@@ -1,0 +1,102 @@
+"""SYNTHETIC runs for tests of the log's readers: made up, no training behind them.
+
+Eight processes on four hosts, six slots, iterations of half a second. With `move`, b1 (world ranks 2 and 3) goes to
+b3 (6 and 7) at iteration 12. All figures are functions of (iteration, slot), so that two runs are equal, and a test
+can break one.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from migration.config import Config
+from migration.timeline import Timeline
+
+HOSTS = ["b0", "b0", "b1", "b1", "b2", "b2", "b3", "b3"]
+NUM_SLOTS = 6
+ASSIGNMENTS = [[2, 2, 6], [3, 3, 7]]
+BOUNDARY = 12  # iteration
+ITERATION_S = 0.5
+PAUSE_S = 0.02
+STARTUP_S = 3.0
+KINDS = ("parameters", "optimizer", "rng")
+BYTES = 3_000_000  # a pair
+
+Row = dict[str, Any]
+Edit = Callable[[Row], Row | None]
+
+
+def make_run(path: Path, *, move: bool = True, num_iterations: int = 20, outcome: str = "COMMITTED",
+             edit_iteration: Edit = dict, edit_digest: Edit = dict, finished: bool = True) -> Path:
+    """Writes a run folder. The edits change a row before it is written, or return None to leave it out."""
+    config = dataclasses.asdict(Config(profile="tiny_TP2_PP1", tp=2, iterations=num_iterations))
+    timelines = [Timeline(path / "log" / f"w{rank:04d}.h5", world_rank=rank, host=HOSTS[rank], config=config,
+                          options={}, versions={}, hosts=HOSTS) for rank in range(len(HOSTS))]
+    origin_s = timelines[0].clock.started_s
+    switched = {slot: joiner for slot, _, joiner in ASSIGNMENTS} if move and outcome == "COMMITTED" else {}
+    for rank, timeline in enumerate(timelines):
+        for number, name in enumerate(("import", "groups", "build")):
+            timeline.add_span(name, "STARTUP", origin_s + number, origin_s + number + 1 - 0.05 * rank)
+    for iteration in range(num_iterations):
+        for slot in range(NUM_SLOTS):
+            owner = switched.get(slot, slot) if iteration >= BOUNDARY else slot
+            row = edit_iteration(build_iteration(iteration, slot, origin_s, move=move, switched=bool(switched)))
+            if row is not None:
+                timelines[owner].add_iteration(**row)
+    if move:
+        _add_move(timelines, origin_s, outcome)
+    for slot in range(NUM_SLOTS):
+        for kind in KINDS:
+            digest = edit_digest({"slot": slot, "kind": kind, "digest": f"{slot:02x}{len(kind):02x}" * 16})
+            if digest is not None:
+                timelines[switched.get(slot, slot)].add_digest(**digest)
+    for timeline in timelines:
+        timeline.close()
+    if finished:
+        (path / "result.json").write_text(json.dumps({"schema_version": 1, "status": "completed", "error": None}))
+    return path
+
+
+def build_iteration(iteration: int, slot: int, origin_s: float, *, move: bool, switched: bool) -> Row:
+    """The columns of one iteration; those of a run with the move differ in times only."""
+    preparing = move and 5 <= iteration < BOUNDARY
+    pause_s = PAUSE_S if move and iteration == BOUNDARY else 0.0
+    start_s = origin_s + STARTUP_S + iteration * ITERATION_S + (0.3 if move and iteration > 5 else 0.0)
+    return {"iteration": iteration, "generation": int(switched and iteration >= BOUNDARY), "slot": slot,
+            "start_s": start_s + pause_s, "boundary_s": pause_s,
+            "time_s": ITERATION_S * (3 if iteration == 0 else 1) + 0.01 * slot + (0.04 if preparing else 0.0),
+            "loss": 5.0 / (iteration + 1) if slot >= 4 else None, "grad_norm": 1.0 + iteration / 7, "skipped": 0,
+            "consumed_samples": 12 * iteration, "samples": f"{iteration:08x}{slot:08x}", "num_groups": 8,
+            "rss_bytes": 300_000_000 + 1_000_000 * (slot + 10 * preparing),
+            "disturbed": preparing or pause_s > 0}
+
+
+def _add_move(timelines: list[Timeline], origin_s: float, outcome: str) -> None:
+    requested_s = origin_s + STARTUP_S + 5 * ITERATION_S
+    boundary_s = origin_s + STARTUP_S + BOUNDARY * ITERATION_S + 0.3  # when the pause begins
+    for rank, timeline in enumerate(timelines):
+        late_s = 0.001 * (rank % 3)
+        spans = [("PREPARING", "prepare_groups", requested_s + 0.1, requested_s + 1.4 + 0.1 * rank, 0)]
+        if rank in (6, 7):
+            spans += [("PREPARING", "build", requested_s + 0.1, requested_s + 0.9, 0),
+                      ("PREPARING", "warm_up", requested_s + 0.9, requested_s + 2.8, 0)]
+        spans += [("READY", "wait_boundary", boundary_s - 0.1, boundary_s + late_s, 0)]
+        if rank in (2, 3, 6, 7):
+            spans += [("SWITCHING", "transfer", boundary_s + 0.003, boundary_s + 0.009 + late_s, BYTES),
+                      ("SWITCHING", "digest", boundary_s + 0.011, boundary_s + 0.014, 0)]
+        spans += [("SWITCHING", "verdict", boundary_s + 0.014, boundary_s + 0.016, 0),
+                  ("SWITCHING", "activate", boundary_s + 0.016, boundary_s + 0.019, 0),
+                  (outcome, "close_old", boundary_s + 0.05, boundary_s + 0.3, 0)]
+        for phase, name, start_s, end_s, num_bytes in spans:
+            timeline.add_span(name, phase, start_s, end_s, move=0, bytes=num_bytes)
+    committed = outcome == "COMMITTED"
+    timelines[0].add_event("request", "b1->b3@12", move=0)
+    timelines[0].add_move(
+        move=0, request="b1->b3@12", outcome=outcome, reason="" if committed else "w6: the joiner raised ValueError",
+        iteration=BOUNDARY if committed else -1, generation=int(committed), term=0, requested_s=requested_s,
+        setup_s=2.9, downtime_s=PAUSE_S if committed else None,
+        total_s=boundary_s + PAUSE_S - requested_s if committed else None,
+        bytes=2 * BYTES if committed else 0, num_groups_rebuilt=5, num_groups_kept=3, assignments=ASSIGNMENTS)
