@@ -64,8 +64,8 @@ def compare_runs(first: Run, second: Run) -> Verdict:
     counts = {field: int((~np.isnan(rows[field])).sum()) if rows[field].dtype.kind == "f" else len(rows)
               for field in FIELDS}
     compared = ", ".join(f"{counts[field]} {plural}" for field, plural in FIELDS.items())
-    return Verdict(equal=True, text=f"equal: {len(np.unique(rows['iteration']))} iterations x {len(first.slots)} slots: "
-                                    f"{compared}, {len(first.digests)} final digests")
+    return Verdict(equal=True, text=f"equal: {len(np.unique(rows['iteration']))} iterations x {len(first.slots)} "
+                                    f"slots: {compared}, {len(first.digests)} final digests")
 
 
 def _find_gap(name: str, run: Run) -> str | None:

@@ -157,9 +157,9 @@ def _read_dataset(path: Path, dataset: h5py.Dataset, name: str, world_rank: int)
         raise UserError(f"{path}: the columns of {name} are not those of schema version {SCHEMA_VERSION}; use the "
                         "code that wrote it")
     rows = dataset[:]
-    num_bytes = path.stat().st_size
-    chunks = [dataset.id.get_chunk_info(index) for index in range(dataset.id.get_num_chunks())]
-    if any(chunk.byte_offset + chunk.size > num_bytes for chunk in chunks):
+    chunk_ends = [0]
+    dataset.id.chunk_iter(lambda chunk: chunk_ends.append(chunk.byte_offset + chunk.size))
+    if max(chunk_ends) > path.stat().st_size:
         raise UserError(f"{path}: cut short: the file ends before the rows of {name} do; {RESTORE}")
     filled = np.frombuffer(rows.tobytes(), np.uint8).reshape(len(rows), dtype.itemsize).any(axis=1)
     num_filled = int(np.flatnonzero(filled)[-1]) + 1 if filled.any() else 0
@@ -174,12 +174,13 @@ def _read_dataset(path: Path, dataset: h5py.Dataset, name: str, world_rank: int)
 
 
 def _last_terms(moves: np.ndarray) -> np.ndarray:
-    """One row a move: a controller that took over logs a move again, under its higher term."""
-    last = {}
-    for row in np.sort(moves, order=("move", "term")):
-        last[int(row["move"])] = row
-    rows = sorted(last.values(), key=lambda row: (float(row["requested_s"]), int(row["move"])))
-    return np.array(rows, moves.dtype) if rows else moves[:0]
+    """One row a move: a controller that took over logs a move again, under its higher term.
+
+    A request that was refused has no number, -1, and stays as it is.
+    """
+    by_term = np.sort(moves, order=("move", "term"))
+    superseded = np.append((by_term["move"][1:] == by_term["move"][:-1]) & (by_term["move"][1:] >= 0), False)
+    return np.sort(by_term[~superseded[:len(by_term)]], order=("requested_s", "move"))
 
 
 def _read_result(path: Path) -> dict[str, Any] | None:

@@ -73,7 +73,7 @@ def compute_run(run: Run) -> RunFigures:
 
 
 def job_iterations(run: Run) -> np.ndarray:
-    """One row an iteration, job-wide: time_s, pause_s before it, longest_s with it, and disturbed (in any slot)."""
+    """One row an iteration, job-wide: time_s, pause_s before it, longest_s with it, disturbed (see find_disturbed)."""
     rows = run.iterations
     numbers, index = np.unique(rows["iteration"], return_inverse=True)
     times = np.zeros(len(numbers), [("iteration", "i8"), ("time_s", "f8"), ("pause_s", "f8"), ("longest_s", "f8"),
@@ -82,8 +82,24 @@ def job_iterations(run: Run) -> np.ndarray:
     np.maximum.at(times["time_s"], index, rows["time_s"])
     np.maximum.at(times["longest_s"], index, rows["time_s"] + rows["boundary_s"])
     np.maximum.at(times["pause_s"], index, rows["boundary_s"])
-    np.logical_or.at(times["disturbed"], index, rows["disturbed"] != 0)
+    np.logical_or.at(times["disturbed"], index, find_disturbed(run))
     return times
+
+
+def find_disturbed(run: Run) -> np.ndarray:
+    """Of each row of iterations: whether any process prepared a move beside it, or a move paused the job before it.
+
+    By the spans, not by the log's `disturbed`, which is set as long as there is a move: a move that is ready and waits
+    for its iteration disturbs nobody.
+    """
+    rows, spans = run.iterations, run.spans[run.spans["move"] >= 0]
+    preparing = spans[spans["phase"] == b"PREPARING"]
+    starts_s, ends_s = preparing["start_s"], np.maximum.accumulate(preparing["end_s"])
+    # Of the spans that end after the iteration starts, the first is also the first to start: spans are sorted by that.
+    first = np.searchsorted(ends_s, rows["start_s"], side="right")
+    beside = np.append(starts_s, np.inf)[first] < rows["start_s"] + rows["time_s"]
+    paused = set(spans["iteration"][spans["phase"] == b"SWITCHING"].tolist()) | set(run.moves["iteration"].tolist())
+    return beside | np.isin(rows["iteration"], sorted(paused))
 
 
 def compute_undisturbed_s(times: np.ndarray) -> float | None:

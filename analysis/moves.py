@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis.log import Run, text
-from analysis.measures import PHASE_ORDER, SpanTime, compute_span_times, compute_undisturbed_s, job_iterations
+from analysis.measures import (PHASE_ORDER, SpanTime, compute_span_times, compute_undisturbed_s, find_disturbed,
+                               job_iterations)
 
 TRANSFER = "transfer"  # name of the spans in which state is sent or received
 BYTES_PER_GB = 1e9
@@ -20,13 +21,15 @@ BYTES_PER_GB = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What one leaver sent to its joiner in one phase, by the slower of the two."""
+    """What one leaver sent to its joiner in one phase. The time is from when both were at it to the end of both: the
+    joiner may have waited for long."""
 
     slot: int
     phase: str
     leaver: int  # world rank
     joiner: int  # world rank
     bytes: int
+    start_s: float  # unix
     time_s: float
     gb_per_s: float | None
 
@@ -50,8 +53,8 @@ class Preparing:
     first_iteration: int
     last_iteration: int
     num_ended_before_ready: int
-    median_stall_s: float  # over iterations and slots
-    max_stall_s: float
+    median_stall_s: float | None  # over iterations and slots
+    max_stall_s: float | None
     median_slowdown: float | None  # job-wide iteration time over the undisturbed one, minus 1
 
 
@@ -95,7 +98,7 @@ def compute_moves(run: Run) -> list[MoveFigures]:
 
 def compute_move(run: Run, move: int, row: np.void | None) -> MoveFigures:
     """The figures of one move; `row` is its row of the log, None if there is none."""
-    spans = run.spans[run.spans["move"] == move]
+    spans = run.spans[(run.spans["move"] == move) & (move >= 0)]  # a refused request has no number, and no spans
     requested_s = float(spans["start_s"].min()) if row is None else float(row["requested_s"])
     setup_s, downtime_s, total_s = (None if row is None else _number(row[name])
                                     for name in ("setup_s", "downtime_s", "total_s"))
@@ -115,9 +118,10 @@ def compute_move(run: Run, move: int, row: np.void | None) -> MoveFigures:
         num_groups_rebuilt=0 if row is None else int(row["num_groups_rebuilt"]),
         num_groups_kept=0 if row is None else int(row["num_groups_kept"]), assignments=assignments,
         spans=compute_span_times(spans), transfers=transfers,
-        transfer_bytes=sum(transfer.bytes for transfer in transfers), transfer_gb_per_s=_total_rate(spans, transfers),
+        transfer_bytes=sum(transfer.bytes for transfer in transfers), transfer_gb_per_s=_total_rate(transfers),
         memory=_compute_memory(run, assignments, requested_s, end_s),
-        preparing=_compute_preparing(run, requested_s, requested_s + setup_s if setup_s else end_s, iteration),
+        preparing=None if not len(spans) else _compute_preparing(
+            run, requested_s, requested_s + setup_s if setup_s else end_s, iteration),
         first_iteration_s=float(first[0]) if len(first) else None, undisturbed_s=compute_undisturbed_s(times))
 
 
@@ -126,24 +130,30 @@ def _compute_transfers(spans: np.ndarray, assignments: list[list[int]]) -> list[
     for phase in PHASE_ORDER:
         rows = spans[(spans["phase"] == phase.encode()) & (spans["name"] == TRANSFER.encode())]
         for slot, leaver, joiner in assignments:
-            ends = [rows[rows["world_rank"] == rank] for rank in (leaver, joiner)]
-            num_bytes = max(int(end["bytes"].sum()) for end in ends)
-            time_s = max(float((end["end_s"] - end["start_s"]).sum()) for end in ends)
+            ends = [end for rank in (leaver, joiner) if len(end := rows[rows["world_rank"] == rank])]
+            num_bytes = max((int(end["bytes"].sum()) for end in ends), default=0)
             if num_bytes:
+                start_s, end_s = _both_at_it(ends)
                 transfers.append(Transfer(slot=slot, phase=phase, leaver=leaver, joiner=joiner, bytes=num_bytes,
-                                          time_s=time_s, gb_per_s=_rate(num_bytes, time_s)))
+                                          start_s=start_s, time_s=end_s - start_s,
+                                          gb_per_s=_rate(num_bytes, end_s - start_s)))
     return transfers
 
 
-def _total_rate(spans: np.ndarray, transfers: list[Transfer]) -> float | None:
+def _both_at_it(ends: list[np.ndarray]) -> tuple[float, float]:
+    return max(float(end["start_s"].min()) for end in ends), max(float(end["end_s"].max()) for end in ends)
+
+
+def _total_rate(transfers: list[Transfer]) -> float | None:
     sums: dict[str, int] = {}
     for transfer in transfers:
         sums[transfer.phase] = sums.get(transfer.phase, 0) + transfer.bytes
     if not sums:
         return None
     phase = max(sums, key=lambda name: sums[name])
-    rows = spans[(spans["phase"] == phase.encode()) & (spans["name"] == TRANSFER.encode())]
-    return _rate(sums[phase], float(rows["end_s"].max() - rows["start_s"].min()))
+    some = [transfer for transfer in transfers if transfer.phase == phase]
+    time_s = max(item.start_s + item.time_s for item in some) - min(item.start_s for item in some)
+    return _rate(sums[phase], time_s)
 
 
 def _compute_memory(run: Run, assignments: list[list[int]], requested_s: float, end_s: float) -> list[MemoryPeak]:
@@ -189,6 +199,11 @@ def _compute_preparing(run: Run, requested_s: float, ready_s: float, boundary: i
         beside &= rows["iteration"] < boundary
     if not beside.any():
         return None
+    # The log's stall_s knows only what came before it; here each slot's median is over the whole run.
+    undisturbed = rows[~find_disturbed(run)]
+    usual = {slot: np.median(some) for slot in run.slots
+             if len(some := _whole_s(undisturbed[undisturbed["slot"] == slot])[1:])}
+    stall_s = [max(0.0, float(_whole_s(row) - usual[row["slot"]])) for row in rows[beside] if row["slot"] in usual]
     numbers = np.unique(rows["iteration"][beside])
     last_ends = [end_s[rows["iteration"] == number].max() for number in numbers]
     times = job_iterations(run)
@@ -196,9 +211,13 @@ def _compute_preparing(run: Run, requested_s: float, ready_s: float, boundary: i
     slow = np.median(times["longest_s"][np.isin(times["iteration"], numbers)])
     return Preparing(first_iteration=int(numbers[0]), last_iteration=int(numbers[-1]),
                      num_ended_before_ready=sum(bool(end <= ready_s) for end in last_ends),
-                     median_stall_s=float(np.median(rows["stall_s"][beside])),
-                     max_stall_s=float(rows["stall_s"][beside].max()),
+                     median_stall_s=float(np.median(stall_s)) if stall_s else None,
+                     max_stall_s=max(stall_s, default=None),
                      median_slowdown=float(slow / usual_s - 1) if usual_s else None)
+
+
+def _whole_s(rows: np.ndarray | np.void) -> np.ndarray:
+    return rows["time_s"] + rows["boundary_s"]
 
 
 def _number(value: float) -> float | None:

@@ -18,16 +18,20 @@ from analysis.moves import MoveFigures, compute_moves
 
 DPI = 130
 MAX_ROWS = 32  # of a Gantt chart; the processes of the move come first
-OUTLIER = 3.0  # an iteration this many times the median is cut off at the top, and its time written there
-CLOSE_OLD_PHASES = ("COMMITTED", "ABORTED")
+OUTLIER = 2.0  # an iteration this many times the median is cut off at the top, and its time written there
 ITERATION_COLOURS = ("#dcdfe3", "#c3c8ce")  # alternating, so that neighbours can be told apart
 SPAN_COLOURS = {
-    "import": "#9ecae1", "groups": "#4292c6", "build": "#08519c", "warm_up": "#fdae6b", "prepare_groups": "#6a51a3",
-    "connect": "#9e9ac8", "wait_boundary": "#fee391", "drain": "#8c6d31", "transfer": "#d62728", "digest": "#e377c2",
-    "verdict": "#17becf", "activate": "#2ca02c", "close_old": "#7f7f7f",
+    "mpi": "#deebf7", "import": "#9ecae1", "groups": "#4292c6", "open_groups": "#4292c6", "build": "#08519c",
+    "connect": "#9e9ac8", "broadcast": "#c994c7", "warm_up": "#fdae6b", "poison": "#843c39",
+    "prepare_groups": "#6a51a3", "prepare_pair": "#bcbddc", "wait_boundary": "#fee391", "drain": "#8c6d31",
+    "transfer": "#d62728", "apply": "#ff9896", "digest": "#e377c2", "verdict": "#17becf", "activate": "#2ca02c",
+    "close_old": "#7f7f7f",
 }
-OTHER_COLOURS = ("#bcbd22", "#1f77b4", "#a1d99b", "#c49c94", "#393b79", "#843c39")
-MOVE_COLOUR, PREPARING_COLOUR, PAUSE_COLOUR = "#b30000", "#fff3d6", "#d62728"
+OTHER_COLOURS = ("#bcbd22", "#1f77b4", "#a1d99b", "#c49c94", "#393b79")
+# From arrival at the boundary to resumption: it holds the others, so it is left out of the rows
+WHOLE = "switchover"
+MOVE_COLOUR, PAUSE_COLOUR = "#b30000", "#d62728"
+PREPARING_COLOUR, READY_COLOUR = "#fddf9c", "#fff7e3"
 
 
 def draw_run(run: Run, folder: Path) -> list[Path]:
@@ -74,18 +78,24 @@ def draw_iteration_times(run: Run, moves: list[MoveFigures], path: Path) -> Path
 
 
 def _mark_moves(run: Run, axes: Axes, moves: list[MoveFigures]) -> None:
-    starts = run.iterations[["iteration", "start_s"]]
-    for number, move in enumerate(moves):
-        if move.outcome == "REFUSED" or move.preparing is None:
-            continue
-        before = starts["iteration"][starts["start_s"] <= move.requested_s]
-        begin = int(before.max()) if len(before) else int(starts["iteration"].min())
-        end = move.iteration if move.iteration is not None else move.preparing.last_iteration + 1
-        axes.axvspan(begin, end - 0.5, color=PREPARING_COLOUR, zorder=0, label=None if number else "preparing a move")
+    numbers, first = np.unique(run.iterations["iteration"], return_index=True)
+    starts_s = run.iterations["start_s"][first]
+
+    def place(time_s: float) -> float:
+        return float(np.interp(time_s, starts_s, numbers)) - 0.5  # an iteration begins half a step before its point
+
+    for number, move in enumerate(move for move in moves if move.preparing is not None):
+        end = place(move.end_s) if move.iteration is None else move.iteration - 0.5
+        ready = end if move.setup_s is None else min(end, place(move.requested_s + move.setup_s))
+        axes.axvspan(place(move.requested_s), ready, color=PREPARING_COLOUR, linewidth=0, zorder=0,
+                     label=None if number else "preparing a move")
+        axes.axvspan(ready, end, color=READY_COLOUR, linewidth=0, zorder=0,
+                     label=None if number else "ready, waits for its iteration")
         committed = move.outcome == "COMMITTED"
         note = f"{move.downtime_s * 1e3:.3g} ms pause" if move.downtime_s is not None else move.outcome.lower()
-        axes.axvline(end - 0.5, color=MOVE_COLOUR, linestyle="-" if committed else ":", linewidth=1.2)
-        axes.annotate(f" {move.request}\n {note}", (end - 0.5, 1.0), xycoords=("data", "axes fraction"), va="top",
+        axes.axvline(end, color=MOVE_COLOUR, linestyle="-" if committed else ":", linewidth=1.2)
+        height = 1.0 - 0.11 * (number % 3)  # neighbours stay readable
+        axes.annotate(f" {move.request}\n {note}", (end, height), xycoords=("data", "axes fraction"), va="top",
                       fontsize=8.5, color=MOVE_COLOUR)
 
 
@@ -93,16 +103,16 @@ def _limit_times(axes: Axes, times: np.ndarray) -> None:
     """Cuts off outliers (the first iteration warms up), and writes their times at the top."""
     median_s = float(np.median(times["longest_s"]))
     usual = times["longest_s"] <= OUTLIER * median_s
-    top_s = 1.35 * float(times["longest_s"][usual].max())  # room for the notes of moves
+    top_s = 1.45 * float(times["longest_s"][usual].max())  # room for the notes of moves
     axes.set_ylim(0, top_s)
     for row in times[~usual]:
-        axes.annotate(f"{row['longest_s']:.3g} s \N{UPWARDS ARROW}", (row["iteration"], 0.86 * top_s), fontsize=8,
-                      ha="left", rotation=0, annotation_clip=False)
+        axes.annotate(f"\N{UPWARDS ARROW} {row['longest_s']:.3g} s", (row["iteration"], 0.01 * top_s), fontsize=8,
+                      ha="left", annotation_clip=False)
 
 
 def draw_move(run: Run, move: MoveFigures, path: Path) -> Path:
     """A Gantt chart of one move: a row a process, in seconds since the request, and the switchover in milliseconds."""
-    spans = run.spans[run.spans["move"] == move.move]
+    spans = run.spans[(run.spans["move"] == move.move) & (run.spans["name"] != WHOLE.encode())]
     ranks = _choose_rows(run, move)
     switching = spans[spans["phase"] == b"SWITCHING"]
     figure = Figure(figsize=(12, (2 if len(switching) else 1) * (1.2 + 0.32 * len(ranks)) + 1), dpi=DPI,
@@ -117,10 +127,13 @@ def draw_move(run: Run, move: MoveFigures, path: Path) -> Path:
     panels[0].set_title(f"move {move.move}: {move.request}, {move.outcome.lower()}"
                         + (f" at iteration {move.iteration}" if move.iteration is not None else ""), loc="left")
     if len(switching):
-        start_s, end_s = float(switching["start_s"].min()), float(switching["end_s"].max())
+        # joiners are there long before the others, and wait
+        early = np.isin(switching["world_rank"], [joiner for _, _, joiner in move.assignments])
+        start_s = float(switching["start_s"][~early if not early.all() else early].min())
+        end_s = float(switching["end_s"].max())
         width_ms = 1e3 * (end_s - start_s)
         _draw_rows(panels[1], run, spans, ranks, colours, start_s, 1e3, (-0.25 * width_ms, 1.25 * width_ms))
-        panels[1].set_xlabel("time since the first process switches (ms)")
+        panels[1].set_xlabel("time since the first process was at the boundary (ms)")
         downtime = "" if move.downtime_s is None else f", downtime {move.downtime_s * 1e3:.3g} ms"
         panels[1].set_title(f"the switchover{downtime}", loc="left")
         panels[0].axvspan(start_s - move.requested_s, end_s - move.requested_s, color=PAUSE_COLOUR, alpha=0.25)
@@ -162,22 +175,40 @@ def _choose_colours(spans: np.ndarray) -> dict[str, str]:
 
 def _draw_rows(axes: Axes, run: Run, spans: np.ndarray, ranks: list[int], colours: dict[str, str], origin_s: float,
                scale: float, limits: tuple[float, float]) -> None:
-    """A row a process: iterations in grey below, spans over them. `limits` are in scaled time from `origin_s`."""
+    """A row a process: iterations in grey below, spans over them; those that overlap are drawn one below the other.
+
+    `limits` are in scaled time from `origin_s`.
+    """
     for row, rank in enumerate(ranks):
         iterations = run.iterations[run.iterations["world_rank"] == rank]
         for parity, colour in enumerate(ITERATION_COLOURS):
             some = iterations[iterations["iteration"] % 2 == parity]
             bars = np.column_stack([(some["start_s"] - origin_s) * scale, some["time_s"] * scale])
             axes.broken_barh(bars.tolist(), (row - 0.42, 0.84), color=colour, linewidth=0)
-        for name, colour in colours.items():
-            some = spans[(spans["world_rank"] == rank) & (spans["name"] == name.encode())]
-            bars = np.column_stack([(some["start_s"] - origin_s) * scale, (some["end_s"] - some["start_s"]) * scale])
-            axes.broken_barh(bars.tolist(), (row - 0.27, 0.54), color=colour, linewidth=0)
+        own = spans[spans["world_rank"] == rank]
+        bars = np.column_stack([(own["start_s"] - origin_s) * scale, (own["end_s"] - own["start_s"]) * scale])
+        for bar, name, (lane, num_lanes) in zip(bars.tolist(), own["name"], _choose_lanes(own), strict=True):
+            height = 0.64 / num_lanes
+            axes.broken_barh([bar], (row - 0.32 + lane * height, height), color=colours[text(name)], linewidth=0)
     axes.set_yticks(range(len(ranks)), [run.label(rank) for rank in ranks], fontsize=9)
     axes.set_ylim(len(ranks) - 0.4, -0.6)
     axes.set_xlim(*limits)
     axes.grid(axis="x", color="#e5e5e5")
     axes.set_axisbelow(True)
+
+
+def _choose_lanes(spans: np.ndarray) -> list[tuple[int, int]]:
+    """(lane, number of lanes) of each of one process's spans, sorted by start: those that overlap get one each."""
+    places: list[tuple[int, int]] = []
+    ends_s: list[float] = []  # of the last span in each lane of the cluster of overlapping spans
+    cluster = 0  # its first span
+    for number, span in enumerate(spans):
+        if ends_s and span["start_s"] >= max(ends_s):
+            ends_s, cluster = [], number
+        lane = next((lane for lane, end_s in enumerate(ends_s) if end_s <= span["start_s"]), len(ends_s))
+        ends_s[lane:lane + 1] = [float(span["end_s"])]
+        places[cluster:] = [(place[0], len(ends_s)) for place in places[cluster:]] + [(lane, len(ends_s))]
+    return places
 
 
 def _add_legend(figure: Figure, colours: dict[str, str]) -> None:

@@ -71,11 +71,13 @@ def _draw(run: Run, folder: Path) -> list[Path]:
 
 
 def _format_move(run: Run, move: MoveFigures) -> str:
-    lines = [f"move {move.move}: {move.request}  {move.outcome}"
+    lines = [(f"move {move.move}" if move.move >= 0 else "request") + f": {move.request}  {move.outcome}"
              + (f" at iteration {move.iteration}" if move.iteration is not None else "")
              + (f", generation {move.generation}" if move.generation is not None else "")
              + (f" (controller's term {move.term})" if move.term else "")]
     lines += [f"  reason: {move.reason}"] if move.reason else []
+    if move.outcome == "REFUSED":
+        return "\n".join(lines)
     lines += [f"  slot {slot:<3} {run.label(leaver)} -> {run.label(joiner)}"
               for slot, leaver, joiner in move.assignments]
     lines += [f"  {name:<10}{format_s(value):>10}   {meaning}" for name, value, meaning in (
@@ -145,7 +147,7 @@ def _format_run(run: Run, figures: RunFigures, pictures: list[Path]) -> str:
              f"  final loss   {loss}",
              f"  start-up     {format_s(figures.startup_s)}, first process to first iteration"]
     lines += [_format_span(run, span) for span in figures.startup]
-    lines += [f"  fault        {' '.join(f'{name}={value}' for name, value in fault.items())}"
+    lines += ["  fault        " + ", ".join(f"{name} {value}" for name, value in fault.items())
               for fault in figures.faults]
     lines += [f"  logs         {run.path / 'log'} ({len(run.processes)} files)"]
     lines += [f"  result       {run.path / 'result.json'}"] if run.result is not None else []

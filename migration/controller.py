@@ -62,6 +62,7 @@ class Controller:
         self._move: MoveRecord | None = None
         self._deadline: tuple[float, str] | None = None
         self._ready: set[int] = set()
+        self._started: set[int] = set()
         self._finished: set[int] = set()
         self._positions: dict[int, int] = {}
         self._heard_s = {r: time.monotonic() for r in range(world.size)}
@@ -85,6 +86,9 @@ class Controller:
         if len(self._ready) == self.world.size:
             self._store = start_store(self._address)
             self._broadcast("START", store=[self._address, self._store.port], holders=self._tally.roster.holders)
+
+    def _on_started(self, record: Record) -> None:
+        self._started.add(record["from"])
 
     def _on_progress(self, record: Record) -> None:
         self._positions[record["from"]] = record["iteration"]
@@ -130,7 +134,7 @@ class Controller:
 
     def on_tick(self, now_s: float) -> None:
         """Called at every poll of the control thread."""
-        if self._ended:
+        if self._ended or self.successor is not None:
             return
         if now_s - self._beaten_s > _BEAT_S:
             self._beaten_s = now_s
@@ -138,9 +142,11 @@ class Controller:
             self._find_lost(now_s)
         if self._deadline is not None and now_s > self._deadline[0]:
             self._expire()
+        if self._ended:
+            return
         self._server.poll(self._answer)
         self._start_due()
-        if len(self._finished) == self.config.job_size and self._tally.phase is Phase.TRAINING and not self._ended:
+        if len(self._finished) == self.config.job_size and self._tally.phase is Phase.TRAINING:
             self._finish_run()
 
     def _find_lost(self, now_s: float) -> None:
@@ -175,7 +181,7 @@ class Controller:
 
     def _start_due(self) -> None:
         """Take the next scheduled move when its preparation is due, else the next request."""
-        if self._tally.phase is not Phase.TRAINING or len(self._ready) < self.world.size or self._finished:
+        if self._tally.phase is not Phase.TRAINING or len(self._started) < self.config.job_size or self._finished:
             return
         if self._scheduled:
             iteration = self._scheduled[0].request.iteration
@@ -394,7 +400,7 @@ class Controller:
         self._queue = deque(Pending(**p) for p in record["queue"])
         self._positions = {int(rank): position for rank, position in record["positions"]}
         self._finished = set(record["finished"])
-        self._ready = set(range(self.world.size))
+        self._started = set(self._tally.roster.holders)
         self.timeline.add_event("controller", f"world rank {self.world.rank} is the controller, term {self.term}")
         self._broadcast("CONTROLLER", controller=self.world.rank)
 

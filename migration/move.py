@@ -110,11 +110,13 @@ class MoveTally:
         if number != self.number or self.plan is None:
             return ()
         if report is Report.FAILED:
-            return self.event(Event.MEMBER_FAILED, str(value)) if self.phase is not Phase.TRAINING else ()
+            counts = self.phase is not Phase.TRAINING and member in self.members
+            return self.event(Event.MEMBER_FAILED, str(value)) if counts else ()
         if report not in _EXPECTED_IN[self.phase] or member not in self._waiting:
             return ()
         if report is Report.REFUSED:
-            return self.event(Event.POSITION_REFUSED)
+            # several members may refuse one position; those that come after the next proposal don't speak of it
+            return self.event(Event.POSITION_REFUSED) if value >= self.position else ()
         if report is Report.ACCEPTED and value != self.position:
             return ()
         if report is Report.PREPARED:

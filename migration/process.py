@@ -78,6 +78,7 @@ class Process:
             self.groups.adopt()
         with self.timeline.span("broadcast", "STARTUP", slot=slot):
             made.broadcast_parameters()
+        self.member.tell("STARTED")
         return made
 
     def report_progress(self, made: Job, result: IterationResult, time_s: float) -> None:

@@ -18,7 +18,8 @@ from migration.timeline import Timeline
 HOSTS = ["b0", "b0", "b1", "b1", "b2", "b2", "b3", "b3"]
 NUM_SLOTS = 6
 ASSIGNMENTS = [[2, 2, 6], [3, 3, 7]]
-BOUNDARY = 12  # iteration
+REQUESTED, BOUNDARY = 5, 12  # iterations
+SLOWER_S = 0.04  # an iteration while preparing
 ITERATION_S = 0.5
 PAUSE_S = 0.02
 STARTUP_S = 3.0
@@ -62,28 +63,36 @@ def make_run(path: Path, *, move: bool = True, num_iterations: int = 20, outcome
 
 def build_iteration(iteration: int, slot: int, origin_s: float, *, move: bool, switched: bool) -> Row:
     """The columns of one iteration; those of a run with the move differ in times only."""
-    preparing = move and 5 <= iteration < BOUNDARY
+    preparing = move and REQUESTED <= iteration < BOUNDARY
     pause_s = PAUSE_S if move and iteration == BOUNDARY else 0.0
-    start_s = origin_s + STARTUP_S + iteration * ITERATION_S + (0.3 if move and iteration > 5 else 0.0)
+    start_s = compute_start_s(iteration, origin_s, move=move)
     return {"iteration": iteration, "generation": int(switched and iteration >= BOUNDARY), "slot": slot,
             "start_s": start_s + pause_s, "boundary_s": pause_s,
-            "time_s": ITERATION_S * (3 if iteration == 0 else 1) + 0.01 * slot + (0.04 if preparing else 0.0),
+            "time_s": ITERATION_S * (3 if iteration == 0 else 1) + 0.01 * slot + (SLOWER_S if preparing else 0.0),
             "loss": 5.0 / (iteration + 1) if slot >= 4 else None, "grad_norm": 1.0 + iteration / 7, "skipped": 0,
             "consumed_samples": 12 * iteration, "samples": f"{iteration:08x}{slot:08x}", "num_groups": 8,
             "rss_bytes": 300_000_000 + 1_000_000 * (slot + 10 * preparing),
             "disturbed": preparing or pause_s > 0}
 
 
+def compute_start_s(iteration: int, origin_s: float, *, move: bool) -> float:
+    """When the iteration, or the pause before it, begins; slot 5 is the slowest, and the others wait for it."""
+    num_slower = max(0, min(iteration, BOUNDARY) - REQUESTED) if move else 0
+    return (origin_s + STARTUP_S + iteration * (ITERATION_S + 0.05) + (2 * ITERATION_S if iteration else 0.0)
+            + num_slower * SLOWER_S + (PAUSE_S if move and iteration > BOUNDARY else 0.0))
+
+
 def _add_move(timelines: list[Timeline], origin_s: float, outcome: str) -> None:
-    requested_s = origin_s + STARTUP_S + 5 * ITERATION_S
-    boundary_s = origin_s + STARTUP_S + BOUNDARY * ITERATION_S + 0.3  # when the pause begins
+    requested_s = compute_start_s(REQUESTED, origin_s, move=True)
+    boundary_s = compute_start_s(BOUNDARY, origin_s, move=True)  # when the pause begins
     for rank, timeline in enumerate(timelines):
         late_s = 0.001 * (rank % 3)
         spans = [("PREPARING", "prepare_groups", requested_s + 0.1, requested_s + 1.4 + 0.1 * rank, 0)]
         if rank in (6, 7):
             spans += [("PREPARING", "build", requested_s + 0.1, requested_s + 0.9, 0),
                       ("PREPARING", "warm_up", requested_s + 0.9, requested_s + 2.8, 0)]
-        spans += [("READY", "wait_boundary", boundary_s - 0.1, boundary_s + late_s, 0)]
+        arrived_s = boundary_s - (0.01 * (5 - rank) if rank < 6 else 0.8)
+        spans += [("READY", "wait_boundary", arrived_s, boundary_s + late_s, 0)]
         if rank in (2, 3, 6, 7):
             spans += [("SWITCHING", "transfer", boundary_s + 0.003, boundary_s + 0.009 + late_s, BYTES),
                       ("SWITCHING", "digest", boundary_s + 0.011, boundary_s + 0.014, 0)]

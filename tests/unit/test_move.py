@@ -1,0 +1,268 @@
+"""The tally of one move: which reports count, and what they add up to. The random walk is in test_move_walk.py."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from migration.errors import IllegalEvent
+from migration.move import MoveTally, Report
+from migration.plan import Assignment, MovePlan, Roster
+from migration.protocol import Action, Event, Phase
+
+# hosts a, b with slots 0..3, hosts c, d with spares 4..7; slots 2 and 3 move from b to c
+ROSTER = Roster(hosts=("a", "a", "b", "b", "c", "c", "d", "d"), holders=(0, 1, 2, 3))
+PLAN = MovePlan(assignments=(Assignment(slot=2, leaver=2, joiner=4), Assignment(slot=3, leaver=3, joiner=5)))
+BACK = MovePlan(assignments=(Assignment(slot=2, leaver=4, joiner=2), Assignment(slot=3, leaver=5, joiner=3)))
+STAYERS, LEAVERS, JOINERS = (0, 1), (2, 3), (4, 5)
+MEMBERS = STAYERS + LEAVERS + JOINERS
+OUTSIDERS = (6, 7)
+POSITION = 12
+
+
+def tally(**options: object) -> MoveTally:
+    return MoveTally(ROSTER, **options)
+
+
+def probes(member: int, new: str = "sum") -> tuple[str | None, str | None]:
+    """What a member says with PREPARED: the digest on the old communicators, and on the new ones."""
+    return (None if member in JOINERS else "sum", None if member in LEAVERS else new)
+
+
+def digest(member: int) -> str | None:
+    """What a member says with VERIFIED: the digest of its slot's state; stayers have nothing to compare."""
+    return None if member in STAYERS else f"state of slot {member - 2 if member in JOINERS else member}"
+
+
+def say(move: MoveTally, report: Report, member: int) -> tuple[Action, ...]:
+    """`report` as a member with nothing wrong sends it."""
+    values = {Report.PREPARED: probes(member), Report.ACCEPTED: move.position, Report.VERIFIED: digest(member)}
+    return move.report(report, member, move.number, values.get(report))
+
+
+def deliver(move: MoveTally, report: Report, members: Iterable[int] = MEMBERS) -> tuple[Action, ...]:
+    """`report` from each of `members`; all but the last must lead to nothing. Returns what the last leads to."""
+    *first, last = members
+    for member in first:
+        assert say(move, report, member) == ()
+    return say(move, report, last)
+
+
+def advance_to(phase: Phase, **options: object) -> MoveTally:
+    """A tally whose first move has come to `phase`."""
+    move = tally(**options)
+    if phase is Phase.TRAINING:
+        return move
+    assert move.request(PLAN) == (Action.SEND_PREPARE,)
+    if phase is Phase.PREPARING:
+        return move
+    assert deliver(move, Report.PREPARED) == (Action.PROPOSE_POSITION,)
+    move.propose(POSITION)
+    if phase is Phase.READY:
+        return move
+    assert deliver(move, Report.ACCEPTED) == (Action.SEND_SWITCH,)
+    if phase is Phase.SWITCHING:
+        return move
+    if phase is Phase.ABORTED:
+        move.event(Event.CANCELLED)
+        return move
+    assert deliver(move, Report.VERIFIED) == (Action.SEND_COMMIT,)
+    return move
+
+
+BEFORE_COMMIT = (Phase.PREPARING, Phase.READY, Phase.SWITCHING)
+
+
+def test_a_committed_move() -> None:
+    move = advance_to(Phase.SWITCHING)
+    assert (move.generation, move.roster.holders, move.number) == (0, (0, 1, 2, 3), 0)
+    assert deliver(move, Report.VERIFIED) == (Action.SEND_COMMIT,)
+    assert (move.phase, move.generation, move.roster.holders) == (Phase.COMMITTED, 1, (0, 1, 4, 5))
+    assert move.waiting == sorted(MEMBERS), "a leaver acknowledges too"
+    assert deliver(move, Report.ACKNOWLEDGED) == (Action.RETIRE_GENERATION, Action.FINISH_MOVE)
+    assert (move.phase, move.bits_kept, move.reason) == (Phase.TRAINING, True, "")
+
+
+def test_and_back_again() -> None:
+    move = advance_to(Phase.COMMITTED)
+    deliver(move, Report.ACKNOWLEDGED)
+    move.request(BACK)
+    assert move.number == 1
+    for report in (Report.PREPARED, Report.ACCEPTED, Report.VERIFIED, Report.ACKNOWLEDGED):
+        for member in MEMBERS:
+            move.report(report, member, 1, {Report.PREPARED: ("sum", "sum"), Report.ACCEPTED: 20}.get(report))
+        if report is Report.PREPARED:
+            move.propose(20)
+    assert (move.phase, move.generation, move.roster.holders) == (Phase.TRAINING, 2, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("phase", BEFORE_COMMIT)
+@pytest.mark.parametrize("event", [Event.CANCELLED, Event.DEADLINE_EXPIRED])
+def test_cancel_or_deadline(phase: Phase, event: Event) -> None:
+    move = advance_to(phase)
+    assert move.event(event, "because") == (Action.SEND_ABORT,)
+    assert_aborted(move, "because")
+
+
+@pytest.mark.parametrize("phase", BEFORE_COMMIT)
+@pytest.mark.parametrize("member", [0, 2, 4])
+def test_a_member_fails(phase: Phase, member: int) -> None:
+    move = advance_to(phase)
+    assert move.report(Report.FAILED, member, 0, "no memory") == (Action.SEND_ABORT,)
+    assert move.report(Report.FAILED, 1, 0, "as a consequence") == ()
+    assert_aborted(move, "no memory")
+
+
+@pytest.mark.parametrize("phase", BEFORE_COMMIT)
+def test_a_joiner_is_lost(phase: Phase) -> None:
+    move = advance_to(phase)
+    assert move.lose(5) == (Action.NOTE_LOSS, Action.SEND_ABORT)
+    assert 5 not in move.waiting and 5 not in move.roster.spares()
+    assert_aborted(move, "world rank 5 on c", members=(0, 1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("phase", [Phase.PREPARING, Phase.READY])
+def test_training_ends_first(phase: Phase) -> None:
+    move = advance_to(phase)
+    assert move.event(Event.JOB_ENDED) == (Action.SEND_ABORT,)
+    assert_aborted(move, "training ends")
+
+
+@pytest.mark.parametrize("wrong", [LEAVERS[1], JOINERS[0]])
+def test_a_digest_differs(wrong: int) -> None:
+    move = advance_to(Phase.SWITCHING)
+    assert deliver(move, Report.VERIFIED, [m for m in MEMBERS if m != wrong]) == ()
+    assert move.report(Report.VERIFIED, wrong, 0, "flipped") == (Action.SEND_ABORT,)
+    assert_aborted(move, f"slot {2 if wrong == 4 else 3}: the state has digest")
+
+
+def assert_aborted(move: MoveTally, reason: str, members: tuple[int, ...] = MEMBERS) -> None:
+    """In ABORTED for `reason`, the old generation untouched; it ends when all of `members` have acknowledged."""
+    assert (move.phase, move.generation, move.roster.holders) == (Phase.ABORTED, 0, (0, 1, 2, 3))
+    assert reason in move.reason
+    assert deliver(move, Report.ACKNOWLEDGED, members) == (Action.FINISH_MOVE,)
+    assert (move.phase, move.generation, move.roster.holders) == (Phase.TRAINING, 0, (0, 1, 2, 3))
+    assert move.request(PLAN if not move.roster.lost else MovePlan(
+        assignments=(Assignment(slot=2, leaver=2, joiner=6),))) == (Action.SEND_PREPARE,), "the next one may begin"
+    assert (move.number, move.reason) == (1, "")
+
+
+@pytest.mark.parametrize("phase, report", [(p, r) for p in Phase for r in Report
+                                           if r is not Report.FAILED or p is Phase.TRAINING])
+def test_reports_of_another_move_or_stage_or_process_count_for_nothing(phase: Phase, report: Report) -> None:
+    move = advance_to(phase)
+    value = POSITION if report in (Report.ACCEPTED, Report.REFUSED) else "x"
+    foreign = [(0, move.number - 1), (0, move.number + 1), *((rank, move.number) for rank in OUTSIDERS)]
+    expected_here = {Phase.PREPARING: (Report.PREPARED,), Phase.READY: (Report.ACCEPTED, Report.REFUSED),
+                     Phase.SWITCHING: (Report.VERIFIED,), Phase.COMMITTED: (Report.ACKNOWLEDGED,),
+                     Phase.ABORTED: (Report.ACKNOWLEDGED,)}.get(phase, ())
+    if report not in expected_here:
+        foreign.append((0, move.number))
+    before = (move.phase, move.waiting, move.roster, move.generation)
+    for member, number in foreign:
+        assert move.report(report, member, number, value) == (), (member, number)
+        assert (move.phase, move.waiting, move.roster, move.generation) == before
+
+
+@pytest.mark.parametrize("phase", BEFORE_COMMIT + (Phase.COMMITTED,))
+def test_a_failure_of_a_process_outside_the_move_counts_for_nothing(phase: Phase) -> None:
+    move = advance_to(phase)
+    assert move.report(Report.FAILED, OUTSIDERS[0], 0, "mistaken") == ()
+    assert move.report(Report.FAILED, 0, -1, "late") == ()
+    assert move.phase is phase
+
+
+def test_saying_it_twice_counts_once() -> None:
+    move = advance_to(Phase.PREPARING)
+    for _ in range(len(MEMBERS)):
+        assert move.report(Report.PREPARED, 0, 0, probes(0)) == ()
+    assert move.waiting == [1, 2, 3, 4, 5] and move.phase is Phase.PREPARING
+    assert deliver(move, Report.PREPARED, MEMBERS[1:]) == (Action.PROPOSE_POSITION,)
+
+
+def test_a_refusal_leads_to_another_proposal() -> None:
+    move = advance_to(Phase.READY)
+    deliver(move, Report.ACCEPTED, (1, 2, 3, 4))
+    assert move.report(Report.REFUSED, 0, 0, POSITION + 1) == (Action.PROPOSE_POSITION,)
+    move.propose(POSITION + 3)
+    assert move.waiting == sorted(MEMBERS), "whoever accepted the old position is asked again"
+    assert move.report(Report.ACCEPTED, 5, 0, POSITION) == () and 5 in move.waiting, "late, of the old position"
+    assert deliver(move, Report.ACCEPTED) == (Action.SEND_SWITCH,)
+    assert move.position == POSITION + 3
+
+
+def test_a_second_refusal_of_the_old_position_is_late() -> None:
+    move = advance_to(Phase.READY)
+    assert move.report(Report.REFUSED, 0, 0, POSITION + 1) == (Action.PROPOSE_POSITION,)
+    move.propose(POSITION + 3)
+    assert move.report(Report.REFUSED, 1, 0, POSITION + 1) == (), "it isn't past the new position"
+    assert move.report(Report.REFUSED, 1, 0, POSITION + 3) == (Action.PROPOSE_POSITION,), "now it is"
+
+
+@pytest.mark.parametrize("require_bitwise", [False, True])
+def test_probes_that_differ(require_bitwise: bool) -> None:
+    move = advance_to(Phase.PREPARING, require_bitwise=require_bitwise)
+    deliver(move, Report.PREPARED, MEMBERS[:-1])
+    actions = move.report(Report.PREPARED, 5, 0, probes(5, "another sum"))  # the joiner of slot 3
+    assert not move.bits_kept
+    if require_bitwise:
+        assert actions == (Action.SEND_ABORT,)
+        assert_aborted(move, "differ in their bits at slots [3]")
+        assert move.bits_kept, "said of one move only"
+    else:
+        assert actions == (Action.PROPOSE_POSITION,) and move.phase is Phase.READY
+
+
+def test_a_joiner_is_lost_while_aborting() -> None:
+    move = advance_to(Phase.ABORTED)
+    assert deliver(move, Report.ACKNOWLEDGED, (0, 1, 2, 3)) == ()
+    assert move.lose(4) == (Action.NOTE_LOSS, Action.RECOUNT)
+    assert move.recount() == (), "the other joiner is still waited for"
+    assert move.lose(5) == (Action.NOTE_LOSS, Action.RECOUNT)
+    assert move.recount() == (Action.FINISH_MOVE,)
+    assert (move.phase, move.roster.holders, move.roster.spares()) == (Phase.TRAINING, (0, 1, 2, 3), (6, 7))
+
+
+def test_a_leaver_is_lost_after_the_commit() -> None:
+    move = advance_to(Phase.COMMITTED)
+    assert deliver(move, Report.ACKNOWLEDGED, (0, 1, 3, 4, 5)) == ()
+    assert move.lose(2) == (Action.NOTE_LOSS, Action.RECOUNT)
+    assert move.recount() == (Action.RETIRE_GENERATION, Action.FINISH_MOVE)
+    assert (move.generation, move.roster.holders, move.roster.spares()) == (1, (0, 1, 4, 5), (3, 6, 7))
+
+
+@pytest.mark.parametrize("phase, rank", [(p, 0) for p in Phase] + [(p, 2) for p in BEFORE_COMMIT]
+                         + [(Phase.COMMITTED, 4)])
+def test_a_process_that_holds_a_slot_is_lost(phase: Phase, rank: int) -> None:
+    move = advance_to(phase)
+    assert move.lose(rank) == (Action.FAIL_JOB,)
+    assert move.phase is phase
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_spare_outside_the_move_is_lost(phase: Phase) -> None:
+    move = advance_to(phase)
+    assert move.lose(6)[0] is Action.NOTE_LOSS
+    assert move.phase is phase and 6 not in move.roster.spares()
+
+
+@pytest.mark.parametrize("phase", [p for p in Phase if p is not Phase.TRAINING])
+def test_a_request_during_a_move_is_queued(phase: Phase) -> None:
+    move = advance_to(phase)
+    assert move.request(BACK) == (Action.QUEUE_REQUEST,)
+    assert (move.plan, move.number, move.phase) == (PLAN, 0, phase)
+
+
+@pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.COMMITTED, Phase.ABORTED])
+def test_too_late_to_cancel(phase: Phase) -> None:
+    move = advance_to(phase)
+    assert move.event(Event.CANCELLED) == (Action.REFUSE_CANCEL,)
+    assert move.phase is phase
+
+
+def test_an_event_that_cannot_come_changes_nothing() -> None:
+    move = advance_to(Phase.SWITCHING)
+    with pytest.raises(IllegalEvent, match="JOB_ENDED.*SWITCHING"):
+        move.event(Event.JOB_ENDED)
+    assert (move.phase, move.generation, move.reason) == (Phase.SWITCHING, 0, "")
+    assert move.waiting == sorted(MEMBERS)
