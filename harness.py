@@ -30,7 +30,7 @@ RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID
 def train(job: Job, process: Process) -> bool:
     """THE LOOP. Returns False when the slot has been handed over, True when training is done."""
     clock, member = process.timeline.clock, process.member
-    while job.iteration < job.config.iterations:
+    while job.iteration < process.num_iterations:
         arrived_s = clock()
         if not member.at_boundary(job):
             return False
@@ -45,7 +45,6 @@ def train(job: Job, process: Process) -> bool:
             consumed_samples=consumed, samples=samples, num_groups=job.groups.num_communicators,
             device_bytes=process.device_bytes(), disturbed=disturbed or member.part is not None)
         process.report_progress(job, result, end_s - start_s)
-    job.finish()
     return True
 
 

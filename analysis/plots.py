@@ -105,7 +105,7 @@ def _limit_times(axes: Axes, times: np.ndarray) -> None:
     usual = times["longest_s"] <= OUTLIER * median_s
     top_s = 1.45 * float(times["longest_s"][usual].max())  # room for the notes of moves
     axes.set_ylim(0, top_s)
-    for row in times[~usual]:
+    for row in times[times["longest_s"] > top_s]:
         axes.annotate(f"\N{UPWARDS ARROW} {row['longest_s']:.3g} s", (row["iteration"], 0.01 * top_s), fontsize=8,
                       ha="left", annotation_clip=False)
 

@@ -28,7 +28,7 @@ example:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns its exit code: 0, or 2 where the run can't be read."""
+    """The command. Returns its exit code: 0, or 2 where the run can't be read or the pictures can't be written."""
     parser = argparse.ArgumentParser(prog="python -m analysis.report", description=DESCRIPTION, epilog=EXAMPLE,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="run folder, such as runs/first")
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run = read_run(options.run)
         pictures = [] if options.no_plots else _draw(run, Path(options.out or options.run))
-    except UserError as error:
+    except (UserError, OSError) as error:  # OSError: the pictures can't be written there
         print(f"analysis.report: {error}", file=sys.stderr)
         return 2
     print(json.dumps(build_json(run, pictures), indent=1) if options.json else build_text(run, pictures))

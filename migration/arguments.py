@@ -56,6 +56,10 @@ def build_parser() -> Parser:
     where.add_argument("--run", default="", help="folder of the run's files (default: runs/<time>-<profile>)")
     where.add_argument("--no-shared-imports", action="store_true", help="with --np: let every process do its own "
                        "imports instead of forking them from one")
+    where.add_argument("--save-at", type=int, metavar="ITERATION", help="stop before this iteration and save every "
+                       "slot's state in RUN/checkpoint")
+    where.add_argument("--load", default="", metavar="RUN/checkpoint", help="go on from such a checkpoint, on whatever "
+                       "hosts, bit for bit")
     moves = parser.add_argument_group("moves")
     moves.add_argument("--vacate", action="append", default=[], metavar="HOST[,HOST][->HOST]@ITERATION",
                        help="move these hosts' processes to spare ones before this iteration, or as soon after it as "
@@ -90,11 +94,15 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
     config = apply_settings(get_profile(args.profile), settings)
     for text in args.vacate:
         iteration = parse_vacate(text, need_iteration=True).iteration
-        if iteration >= config.iterations:
-            raise UserError(f"--vacate {text}: the run has {config.iterations} iterations, the last possible one is "
-                            f"{config.iterations - 1}")
+        last = (args.save_at if args.save_at is not None else config.iterations) - 1
+        if iteration > last:
+            raise UserError(f"--vacate {text}: the last iteration of the run is {last}")
     for text in args.fault:
         parse_fault(text)
+    if args.save_at is not None and not 0 < args.save_at < config.iterations:
+        raise UserError(f"--save-at {args.save_at}: must be an iteration between 1 and {config.iterations - 1}")
+    if args.load and not os.path.isdir(args.load):
+        raise UserError(f"--load {args.load}: there is no such folder")
     for name in ("prepare_deadline", "switch_deadline", "heartbeat_timeout", "orphan_timeout"):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0 s")
@@ -104,4 +112,5 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         hold=args.hold, lead=args.lead, prepare_deadline_s=args.prepare_deadline,
         switch_deadline_s=args.switch_deadline, heartbeat_timeout_s=args.heartbeat_timeout,
         orphan_timeout_s=args.orphan_timeout, require_bitwise=args.require_bitwise, faults=tuple(args.fault),
-        omit_state=tuple(args.omit_state), slow_joiner_s=args.slow_joiner)
+        save_at=args.save_at,
+        load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state), slow_joiner_s=args.slow_joiner)

@@ -49,7 +49,7 @@ class Config:
     overlap_param_gather: bool = False
     bucket_size: int = 0  # elements; 0: Megatron's default
     lr: float = 3e-3
-    min_lr: float = 3e-4
+    min_lr: float = 0.0  # 0: a tenth of lr
     warmup_iterations: int = 5
     decay_iterations: int = 2000
     weight_decay: float = 0.01
@@ -78,6 +78,10 @@ class Config:
     def global_batch_size(self) -> int:
         """Samples of one iteration."""
         return self.micro_batch_size * self.num_microbatches * self.dp
+
+    @property
+    def lowest_lr(self) -> float:
+        return self.min_lr or self.lr / 10
 
     @property
     def ffn_size(self) -> int:
@@ -133,6 +137,19 @@ def validate(config: Config) -> None:
                         + ", ".join(POSITION_EMBEDDINGS))
     if not 0.0 <= config.dropout < 1.0:
         raise UserError(f"dropout={config.dropout}: must be at least 0 and below 1")
+    if not (0.0 <= config.min_lr <= config.lr and 0.0 < config.lr < float("inf")):
+        raise UserError(f"lr={config.lr}, min_lr={config.min_lr}: 0 <= min_lr <= lr must hold, and lr be above 0")
+    if config.initial_loss_scale < 1 or config.loss_scale_window < 1:
+        raise UserError(f"initial_loss_scale={config.initial_loss_scale} and loss_scale_window="
+                        f"{config.loss_scale_window} must be at least 1")
+    if config.ffn_hidden_size < 0 or config.ffn_size % config.tp:
+        raise UserError(f"ffn_hidden_size={config.ffn_hidden_size} must be 0 (four times hidden_size) or a positive "
+                        f"multiple of tp={config.tp}")
+    if config.bucket_size < 0:
+        raise UserError(f"bucket_size={config.bucket_size}: must be 0 (Megatron's default) or a number of elements")
+    if config.position_embedding == "rope" and config.hidden_size // config.num_attention_heads % 2:
+        raise UserError("position_embedding=rope needs an even head size, not hidden_size/num_attention_heads="
+                        f"{config.hidden_size // config.num_attention_heads}")
     if config.warmup_iterations >= config.decay_iterations:
         raise UserError(f"warmup_iterations={config.warmup_iterations} must be below "
                         f"decay_iterations={config.decay_iterations}")
@@ -155,7 +172,7 @@ def _refuse_unsupported(config: Config) -> None:
 def _validate_pipeline(config: Config) -> None:
     if config.first_stage_layers or config.last_stage_layers:
         middle = config.num_layers - config.first_stage_layers - config.last_stage_layers
-        if config.pp < 3 or not (config.first_stage_layers and config.last_stage_layers) or middle % (config.pp - 2) \
+        if config.pp < 3 or min(config.first_stage_layers, config.last_stage_layers) < 1 or middle % (config.pp - 2) \
                 or middle <= 0 or config.vpp > 1:
             raise UserError("first_stage_layers and last_stage_layers go together, need pp of at least 3, vpp 1, and "
                             f"leave a multiple of pp-2 layers for the middle stages (num_layers={config.num_layers}, "

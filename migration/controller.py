@@ -247,7 +247,7 @@ class Controller:
         """What `harness.py status` shows."""
         roster = self._tally.roster
         return {"phase": self._tally.phase.value, "iteration": max(self._positions.values(), default=0),
-                "num_iterations": self.config.iterations, "generation": self._tally.generation, "term": self.term,
+                "num_iterations": self.options.last_iteration(self.config.iterations), "generation": self._tally.generation, "term": self.term,
                 "controller": self.world.rank, "move": self._current.text if self._move and self._current else None,
                 "queued": [p.text for p in [*self._queue, *self._scheduled]],
                 "hosts": {h: {"slots": list(roster.slots_on(h)),
@@ -286,7 +286,7 @@ class Controller:
         self._store = None
         furthest = max(self._positions.get(r, 0) for r in self._tally.roster.holders)
         wanted = self._current.request.iteration if self._current else None
-        last = self.config.iterations - 1
+        last = self.options.last_iteration(self.config.iterations) - 1
         if self._current and self._current.hold is not None and self._tally.position is None:
             position = self._current.hold
         else:

@@ -14,6 +14,7 @@ import torch
 # 0.19 asks once, by an all-reduce, which groups have gradients, and caches the answer in this attribute
 NORM_GROUP_CACHE = "_has_grad_norm_group_cache"
 ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
+SCALER_STATES = ({"scale", "growth_tracker", "hysteresis_tracker"}, set())  # of the dynamic and the constant scaler
 
 
 def bucket_groups(chunk: Any) -> list[Any]:

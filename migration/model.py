@@ -109,7 +109,7 @@ def build_chunks(config: Config, transformer: TransformerConfig, device: torch.d
 
 def build_optimizer(config: Config, chunks: list[Any]) -> Any:
     return get_megatron_optimizer(OptimizerConfig(
-        optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay,
+        optimizer="adam", lr=config.lr, min_lr=config.lowest_lr, weight_decay=config.weight_decay,
         clip_grad=config.clip_grad, bf16=config.dtype == "bf16", fp16=config.dtype == "fp16",
         initial_loss_scale=config.initial_loss_scale, loss_scale_window=config.loss_scale_window,
         params_dtype=TORCH_DTYPES[config.dtype], use_distributed_optimizer=config.distributed_optimizer,
@@ -120,7 +120,7 @@ def build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
     """Cosine decay after a linear warm-up; the scheduler counts samples."""
     samples = config.global_batch_size
     return OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=config.lr, min_lr=config.min_lr,
+        optimizer, init_lr=0.0, max_lr=config.lr, min_lr=config.lowest_lr,
         lr_warmup_steps=config.warmup_iterations * samples, lr_decay_steps=config.decay_iterations * samples,
         lr_decay_style="cosine", start_wd=config.weight_decay, end_wd=config.weight_decay,
         wd_incr_steps=config.decay_iterations * samples, wd_incr_style="constant")

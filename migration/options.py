@@ -19,10 +19,16 @@ class Options:
     orphan_timeout_s: float = 60.0
     require_bitwise: bool = False
     progress_s: float = 2.0  # pause between progress lines where the output isn't a terminal
+    save_at: int | None = None  # stop before this iteration and save every slot's state in RUN/checkpoint
+    load: str = ""  # go on from such a checkpoint
     # for tests and experiments
     faults: tuple[str, ...] = ()
     omit_state: tuple[str, ...] = ()
     slow_joiner_s: float = 0.0
+
+    def last_iteration(self, num_iterations: int) -> int:
+        """The number of iterations after which this run ends: all, or those before `save_at`."""
+        return num_iterations if self.save_at is None else self.save_at
 
     def vacate_iterations(self) -> set[int]:
         """The iterations named by `vacate`."""

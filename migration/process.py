@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from migration import device, job, state
+from migration import checkpoint, device, job, state
 from migration.bringup import Started
 from migration.config import Config
 from migration.controller import Controller
@@ -36,6 +36,7 @@ class Process:
                  on_end: Callable[[str], None]) -> None:
         self.config, self.world, self._started, self._on_end = config, world, started, on_end
         self.options, self.samples = started.options, started.samples
+        self.num_iterations = self.options.last_iteration(config.iterations)
         own = world.hellos[world.rank]
         self.timeline = Timeline(
             Path(self.options.run) / "log" / f"w{world.rank:04d}.h5", world_rank=world.rank, host=own["host"],
@@ -78,6 +79,9 @@ class Process:
             self.groups.adopt()
         with self.timeline.span("broadcast", "STARTUP", slot=slot):
             made.broadcast_parameters()
+        if self.options.load:
+            with self.timeline.span("load", "STARTUP", slot=slot):
+                checkpoint.load(made, self.options.load)
         self.member.tell("STARTED")
         return made
 
@@ -89,7 +93,11 @@ class Process:
 
     def finish(self, made: Job) -> None:
         """Training is done: write the final digests, say so, and wait for the controller to end the process."""
-        self.member.finished(self.config.iterations)
+        self.member.finished(self.num_iterations)
+        if self.options.save_at is not None:
+            with self.timeline.span("save", "TRAINING", slot=made.slot, iteration=made.iteration) as span:
+                span.bytes = checkpoint.save(made, str(Path(self.options.run) / "checkpoint"))
+        made.finish()
         for kind, digest in state.digests(state.capture(made)).items():
             self.timeline.add_digest(made.slot, kind, digest)
         self.member.tell("FINISHED")

@@ -69,15 +69,17 @@ def _warm_up(member: Member, part: Part, config: Config, samples: Samples) -> Jo
 
 
 def _take_over(member: Member, part: Part, job: Job) -> Job | None:
-    arrived_s = member.timeline.clock()
     omit = frozenset(member.options.omit_state)
     tags = {"move": part.number, "slot": part.slot, "iteration": part.position, "generation": member.generation}
     corrupt = member.apply_fault("SWITCHING", part)
     own = state.capture(job, omit)
+    with member.timeline.span("wait_boundary", "SWITCHING", **tags):
+        header, num_bytes = transfer.receive_header(part.pair, job.device)
+    arrived_s = member.timeline.clock()
     with member.timeline.span("transfer", "SWITCHING", **tags) as span:
-        values, span.bytes = transfer.receive_state(part.pair, own, job.device)
+        span.bytes = num_bytes + transfer.receive_tensors(part.pair, header, own)
     with member.timeline.span("apply", "SWITCHING", **tags):
-        state.apply_values(job, values, omit)
+        state.apply_values(job, header["values"], omit)
         if corrupt:
             _flip_a_bit(own)
     with member.timeline.span("digest", "SWITCHING", **tags):

@@ -96,6 +96,10 @@ def _set_scheduler(job: Job, value: dict[str, Any]) -> None:
 
 def _get_scalers(job: Job) -> list[Any]:
     states = [scaler.state_dict() for scaler in internals.grad_scalers(job.optimizer)]
+    for state in states:
+        if set(state) not in internals.SCALER_STATES:
+            raise StateMismatch(f"state of the gradient scaler has the keys {sorted(state)}, known are "
+                                f"{sorted(internals.SCALER_STATES[0])}: state that would be lost in a move")
     return [{k: v.tolist() if torch.is_tensor(v) else v for k, v in state.items()} for state in states]
 
 
@@ -154,14 +158,16 @@ KINDS: dict[str, Kind] = {
     "moments": Kind(what="Adam's moments", tensors=lambda job: _adam(job, ("exp_avg", "exp_avg_sq"))),
     "optimizer_steps": Kind(what="Adam's step counts", tensors=lambda job: _adam(job, ("step",))),
     "grad_scaler": Kind(what="loss scale and its counters (fp16)", get=_get_scalers, set=_set_scalers,
-                        poison=lambda rows: [{**r, **({"scale": [2.0]} if "scale" in r else {})} for r in rows],
+                        poison=lambda rows: [{k: [2.0] if k == "scale" else v + 1000 for k, v in r.items()}
+                                             for r in rows],
                         applies=lambda job: bool(internals.grad_scalers(job.optimizer))),
     # before param_groups: setting the scheduler recomputes what stands there
     "lr_scheduler": Kind(what="the scheduler's counters", get=lambda job: job.scheduler.state_dict(),
                          set=_set_scheduler, poison=lambda value: {**value, "num_steps": 1_000_003}),
     "param_groups": Kind(what="learning rate, weight decay and the rest of each parameter group",
                          get=_get_param_groups, set=_set_param_groups,
-                         poison=lambda groups: [{**g, "lr": -1.0} for g in groups]),
+                         # not the learning rate alone: the scheduler sets that anew
+                         poison=lambda groups: [{**g, "lr": -1.0, "betas": [0.5, 0.5]} for g in groups]),
     "overlap_bookkeeping": Kind(what="how often each gradient becomes ready before its bucket is reduced",
                                 get=lambda job: internals.get_bookkeeping(job.chunks),
                                 set=lambda job, value: internals.set_bookkeeping(job.chunks, value),

@@ -39,22 +39,29 @@ def send_state(pair: Communicator, state: State, device: torch.device) -> int:
     return sum(c.numel() * c.element_size() for c in chunks)
 
 
-def receive_state(pair: Communicator, state: State, device: torch.device) -> tuple[dict, int]:
-    """Joiner's side: fills the tensors of its own `state` in place. Returns the leaver's values and the bytes received.
+def receive_header(pair: Communicator, device: torch.device) -> tuple[dict, int]:
+    """Joiner's side: waits for the leaver to come to the boundary. Returns the header and the bytes received.
 
-    Collective over the pair. Raises StateMismatch if names, dtypes or shapes differ, RuntimeError if the leaver is gone.
+    Collective over the pair. Raises RuntimeError if the leaver is gone.
     """
     length = torch.zeros(1, dtype=torch.int64, device=device)
     pair.inner.recv([length], _LEAVER, 0).wait()
     blob = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
     pair.inner.recv([blob], _LEAVER, 0).wait()
-    header = json.loads(blob.cpu().numpy().tobytes())
+    return json.loads(blob.cpu().numpy().tobytes()), length.element_size() + blob.numel()
+
+
+def receive_tensors(pair: Communicator, header: dict, state: State) -> int:
+    """Joiner's side: fills the tensors of its own `state` in place. Returns the bytes received.
+
+    Collective over the pair. Raises StateMismatch if names, dtypes or shapes differ, RuntimeError if the leaver is gone.
+    """
     _check(header["manifest"], state.manifest())
     chunks = _chunks(state)
     works = [pair.inner.recv([chunk], _LEAVER, 0) for chunk in chunks]
     for work in works:
         work.wait()
-    return header["values"], length.element_size() + blob.numel() + sum(c.numel() for c in chunks)
+    return sum(c.numel() for c in chunks)
 
 
 def _check(theirs: dict, own: dict) -> None:

@@ -9,6 +9,7 @@ import pytest
 from synthetic_run import BYTES, make_run
 
 from analysis.log import read_run
+from analysis.measures import find_disturbed
 from analysis.moves import compute_moves
 from analysis.report import format_bytes, format_s, main, report_text
 
@@ -43,6 +44,12 @@ def test_figures_of_a_move(tmp_path: Path) -> None:
     assert {(peak.role, peak.num_processes) for peak in move.memory} == {("leaver", 2), ("joiner", 2), ("stayer", 4)}
     assert [span.phase for span in move.spans] == sorted(
         (span.phase for span in move.spans), key=["PREPARING", "READY", "SWITCHING", "COMMITTED"].index)
+
+
+def test_only_preparing_and_the_pause_disturb_not_waiting_for_the_iteration(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path))
+    disturbed = set(run.iterations["iteration"][find_disturbed(run)].tolist())
+    assert disturbed == {5, 6, 7, 8, 9, 12}  # requested in 5, warm-up ends in 9, the pause is before 12
 
 
 def test_json_has_the_figures_in_seconds_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

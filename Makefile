@@ -1,0 +1,58 @@
+# make demo and make test are each one command on a fresh machine with Python 3.11 or 3.12.
+#
+# PYTHON: the Python that makes .venv. PIP_FLAGS: passed to pip. On a plain Python 3.12 (and from PyPI on any Linux) pip
+# takes the CUDA build of torch, about 5 GB; it works without a GPU. For the CPU build:
+#   make setup PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+PYTHON ?= python3
+PIP_FLAGS ?=
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.made
+
+# mpiexec looks for its proxy beside itself, so the environment's programs come first.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-unit test-mpi test-runs test-fast clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo       the main job on this machine: a host moves while it trains (under 4 minutes on 2 cores)'
+	@echo 'make test       all tests'
+	@echo 'make test-fast  unit tests and a quick selection of the others (under 3 minutes)'
+	@echo 'make setup      the environment in .venv; the others do it first, and it is done only once'
+	@echo 'make clean      removes .venv and what tests and builds leave; runs/ stays'
+	@echo 'Options: PYTHON=python3.11 PIP_FLAGS="..."'
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12)) and \
+	    "Python 3.11 or 3.12 is needed; $(PYTHON) is %d.%d. Name another one: make setup PYTHON=python3.11" % v)'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS) -e '.[test]'
+	@touch $@
+
+demo: setup
+	$(RUN) harness.py demo
+
+# Each part prints its own closing line, and the first that fails ends make with its exit code.
+test: test-unit test-mpi test-runs
+
+test-unit: setup
+	$(RUN) -m pytest -q tests/unit
+
+test-mpi: setup
+	PYTHON=$(RUN) tests/run_mpi_tests.sh
+
+test-runs: setup
+	$(RUN) -m pytest -q tests/runs
+
+test-fast: setup
+	$(RUN) -m pytest -q tests/unit
+	PYTHON=$(RUN) tests/run_mpi_tests.sh -m fast
+	$(RUN) -m pytest -q -m fast tests/runs
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache build
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

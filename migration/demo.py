@@ -1,0 +1,52 @@
+"""`harness.py demo`: the whole story in one command, on a plain CPU machine.
+
+An undisturbed run, the same run with a host moved while it trains, the table of the move, pictures, and the comparison
+of the two bit for bit. Everything is done by the commands that a user would type; each is printed before it runs.
+"""
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from migration.arguments import Parser
+from migration.errors import UserError
+from migration.forkserver import ADDRESS_VARIABLE, ForkServer
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def demo(argv: list[str]) -> int:
+    """Returns 0 only if both runs completed, the moves were committed and everything is equal."""
+    parser = Parser(prog="harness.py demo", description="Train twice, once moving hosts, and compare bit for bit. "
+                    "About two minutes on 2 cores.")
+    parser.add_argument("--run", default="", help="folder for the two runs (default: runs/<time>-demo)")
+    parser.add_argument("--iterations", type=int, default=60, help="default: %(default)s")
+    args = parser.parse_args(argv)
+    if args.iterations < 30:
+        raise UserError(f"--iterations {args.iterations}: the demo's moves need at least 30")
+    folder = Path(os.path.abspath(args.run)) if args.run else Path(os.path.abspath( f"runs/{time.strftime('%Y%m%d-%H%M%S')}-demo"))
+    still, moved = folder / "undisturbed", folder / "moved"
+    first, second = args.iterations // 5, args.iterations // 2
+    common = ["harness.py", "--np", "8", "--profile", "tiny_TP2_PP1", "--hosts", "b0,b1,b2,b3",
+              "--set", f"iterations={args.iterations}"]
+    moves = ["--vacate", f"b1@{first}", "--vacate", f"b0->b1@{second}"]
+    with ForkServer(preload="migration.job:preload", entry="harness:run_process") as server:
+        _step("1. Train on hosts b0, b1, b2, two processes each; b3 is the spare host", [*common, "--run", str(still)],
+              server.address)
+        _step(f"2. The same, but b1 moves to b3 at iteration {first}, then b0 (with world rank 0) to b1 at {second}",
+              [*common, *moves, "--run", str(moved)], server.address)
+    _step("3. The move, as a table and as pictures", ["-m", "analysis.report", str(moved)])
+    _step("4. Was anything lost?", ["-m", "analysis.compare", str(still), str(moved)])
+    return 0
+
+
+def _step(title: str, arguments: list[str], server: str = "") -> None:
+    print(f"\n=== {title}\n$ python {shlex.join(arguments)}", flush=True)
+    environment = {**os.environ, **({ADDRESS_VARIABLE: server} if server else {})}
+    code = subprocess.run([sys.executable, *arguments], cwd=_ROOT, env=environment, stdin=subprocess.DEVNULL).returncode
+    if code:
+        raise UserError(f"the demo stopped: {arguments[0]} ended with exit code {code}, see above")
