@@ -15,6 +15,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test test-unit test-mpi test-runs test-fast clean
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 
 help:
 	@echo 'make demo       the main job on this machine: a host moves while it trains (under 4 minutes on 2 cores)'

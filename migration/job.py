@@ -20,9 +20,11 @@ from migration.groups import Groups
 
 def preload() -> None:
     """Install the device shim where there is no CUDA, then import what a process needs (2.5 s, once)."""
+    import logging
     import warnings
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch)\..*")
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # says that it exists
     if device.install():
         torch.set_num_threads(1)
     import migration.model  # noqa: F401

@@ -176,7 +176,6 @@ class Member:
     def _on_switch(self, record: Record) -> None:
         if self.part is not None and self.part.number == record["move"] and not self.part.verdict:
             self.part.verdict = "SWITCH"
-            self.world.urgent = True
 
     def _on_commit(self, record: Record) -> None:
         assert self.part is not None and self.part.number == record["move"], record
@@ -197,7 +196,6 @@ class Member:
             self._clean_up(part)
 
     def _on_retire(self, record: Record) -> None:
-        self.world.urgent = False
         self.groups.retire()
         if self.part is not None and self.part.number == record["move"]:
             self.part.retired = True
@@ -313,6 +311,7 @@ class Member:
 
     def _switch(self, part: Part, job: Any) -> bool:
         arrived_s = self.timeline.clock()
+        self.world.urgent = True  # only now: polling fast while everybody still trains would slow them down
         tags = {"move": part.number, "slot": part.slot, "iteration": job.iteration, "generation": self.generation}
         num_bytes = 0
         self.tell("ARRIVED", move=part.number)
@@ -356,6 +355,7 @@ class Member:
             self.slot = part.slot
         self.timeline.add_span("switchover", "COMMITTED", arrived_s, resumed_s, move=part.number, slot=part.slot,
                                iteration=part.position, generation=part.generation, bytes=num_bytes)
+        self.world.urgent = False
         with self._changed:
             part.num_busy -= 1
         self._report(part, Report.ACKNOWLEDGED, arrived_s=arrived_s, resumed_s=resumed_s, bytes=num_bytes,

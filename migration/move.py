@@ -90,8 +90,9 @@ class MoveTally:
             self._enter(reason or event.value)
         return actions
 
-    def lose(self, world_rank: int) -> tuple[Action, ...]:
-        """A process is lost."""
+    def lose(self, world_rank: int, reason: str = "") -> tuple[Action, ...]:
+        """A process is lost; `reason` says how that was noticed."""
+        reason = reason or f"world rank {world_rank} on {self.roster.hosts[world_rank]} is lost"
         event = Event.SPARE_LOST
         if world_rank in self.roster.holders:
             event = Event.SLOT_LOST
@@ -99,7 +100,9 @@ class MoveTally:
             event = Event.JOINER_LOST
         self.roster = self.roster.without(world_rank)
         self._waiting.discard(world_rank)
-        return self.event(event, f"the process with world rank {world_rank} on {self.roster.hosts[world_rank]} is lost")
+        if event is Event.SLOT_LOST:
+            self.reason = reason
+        return self.event(event, reason)
 
     def recount(self) -> tuple[Action, ...]:
         """After a loss: perhaps nobody is waited for any more."""

@@ -76,6 +76,7 @@ def _take_over(member: Member, part: Part, job: Job) -> Job | None:
     with member.timeline.span("wait_boundary", "SWITCHING", **tags):
         header, num_bytes = transfer.receive_header(part.pair, job.device)
     arrived_s = member.timeline.clock()
+    member.world.urgent = True
     with member.timeline.span("transfer", "SWITCHING", **tags) as span:
         span.bytes = num_bytes + transfer.receive_tensors(part.pair, header, own)
     with member.timeline.span("apply", "SWITCHING", **tags):

@@ -43,6 +43,7 @@ def tiny_config(**changes: object) -> Config:
 def shared_groups() -> Groups:
     """This process's one Groups object; Megatron is loaded with it."""
     preload()
+    gc.freeze()  # closing a slot collects garbage, and Megatron's modules would take most of a test's time then
     from migration import device
     return Groups(device.current_device())
 
@@ -56,4 +57,3 @@ def open_job(config: Config, slot: int = 0) -> Iterator[Job]:
         yield Job(config, slot, groups, Samples(CountingSource(1000, config.vocab_size), config.seq_length, config.seed))
     finally:
         close_job(groups)
-        gc.collect()

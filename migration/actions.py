@@ -1,0 +1,175 @@
+"""The controller's hands: what each Action of the protocol's table does. Records go out; nothing is decided here.
+
+`Actions` holds what the controller knows of the job and of the move under way; controller.py derives from it, takes
+records and requests in, and asks the table what to do. Control thread only, so it needs no lock.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from migration.config import Config
+from migration.groups import start_store
+from migration.move import MoveTally
+from migration.options import Options
+from migration.plan import Roster
+from migration.protocol import Action, Event, Phase
+from migration.record import MoveRecord, RunRecord
+from migration.requests import RequestServer
+from migration.schedule import Pending, Schedule
+from migration.timeline import Timeline
+from migration.watch import Watch
+from migration.world import World
+
+_BEAT_S = 0.5
+
+
+class Actions:
+    """What the controller knows, and a method for each Action."""
+
+    def __init__(self, *, world: World, config: Config, options: Options, roster: Roster, timeline: Timeline,
+                 address: str, term: int, on_end: Callable[[str], None]) -> None:
+        self.world, self.config, self.options, self.timeline, self.term = world, config, options, timeline, term
+        self.successor: int | None = None
+        self._on_end, self._address = on_end, address
+        self._tally = MoveTally(roster, require_bitwise=options.require_bitwise)
+        self._record = RunRecord(config=config, run=options.run, timeline=timeline, progress_s=options.progress_s)
+        self._schedule = Schedule(options.vacate, hold=options.hold, lead=options.lead)
+        self._watch = Watch(world.size, beat_s=_BEAT_S, heartbeat_timeout_s=options.heartbeat_timeout_s)
+        self._server = RequestServer(options.run, address, term, world.rank)
+        self._store: Any = None  # of the generation being built; dropping it ends every member's wait on it
+        self._current: Pending | None = None
+        self._move: MoveRecord | None = None
+        self._positions: dict[int, int] = {}
+        self._ended = False
+
+    # ---- speaking
+
+    def _send(self, rank: int, kind: str, **fields: Any) -> None:
+        self.world.send(rank, {"kind": kind, "term": self.term, **fields})
+
+    def _broadcast(self, kind: str, **fields: Any) -> None:
+        for rank in range(self.world.size):
+            if rank not in self._tally.roster.lost:
+                self._send(rank, kind, **fields)
+
+    def _to_members(self, kind: str, **fields: Any) -> None:
+        for rank in sorted(self._tally.members):
+            self._send(rank, kind, move=self._tally.number, **fields)
+
+    def _say(self, text: str) -> None:
+        self._record.say(text)
+
+    # ---- carrying out
+
+    def _act(self, actions: tuple[Action, ...]) -> None:
+        """Carry out what the table says, in order."""
+        if actions and self._tally.phase is not Phase.TRAINING:
+            self.timeline.add_event("phase", self._tally.phase.value, self._tally.number)
+        for action in actions:
+            getattr(self, "_" + action.name.lower())()
+
+    def _take_event(self, event: Event, reason: str = "") -> tuple[Action, ...]:
+        actions = self._tally.event(event, reason)
+        self._act(actions)
+        return actions
+
+    def _send_prepare(self) -> None:
+        assert self._tally.plan is not None
+        self._store = start_store(self._address)
+        self._watch.set_deadline(self.options.prepare_deadline_s, "preparation")
+        self._to_members("PREPARE", plan=self._tally.plan.to_json(), generation=self._tally.generation + 1,
+                         store=[self._address, self._store.port], timeout_s=self.options.prepare_deadline_s)
+
+    def _propose_position(self) -> None:
+        """Two iterations past the furthest slot, but not before the one that was asked for."""
+        assert self._current is not None
+        self._store = None
+        last = self.options.last_iteration(self.config.iterations) - 1
+        before = self._tally.position
+        if self._current.hold is not None and before is None:
+            position = self._current.hold
+        else:
+            furthest = max(self._positions.get(r, 0) for r in self._tally.roster.holders)
+            position = min(max(furthest + 2, self._current.request.iteration or 0), last)
+        if before is not None and position <= before:
+            self._take_event(Event.JOB_ENDED, "training ends before the move could take effect")
+            return
+        self._watch.set_deadline(self.options.switch_deadline_s, "agreeing on the position")
+        self._tally.propose(position)
+        self._to_members("PROPOSE", position=position)
+
+    def _send_switch(self) -> None:
+        self._watch.clear_deadline()  # starts anew with the first arrival: until then everybody trains
+        self._to_members("SWITCH", position=self._tally.position)
+
+    def _send_commit(self) -> None:
+        assert self._move is not None
+        self._move.committed_s = self.timeline.clock()
+        self._watch.set_deadline(self.options.switch_deadline_s, "the acknowledgement of the commit")
+        self._to_members("COMMIT", release=self._hold_to_release())
+
+    def _send_abort(self) -> None:
+        assert self._current is not None
+        self._store = None
+        self._watch.set_deadline(self.options.switch_deadline_s, "the acknowledgement of the abort")
+        self._say(f"move {self._current.text} aborted: {self._tally.reason}")
+        self._to_members("ABORT", reason=self._tally.reason, release=self._hold_to_release())
+
+    def _retire_generation(self) -> None:
+        self._to_members("RETIRE")
+
+    def _finish_move(self) -> None:
+        assert self._move is not None
+        self._watch.clear_deadline()
+        self.world.urgent = False
+        self._record.finish(self._move, self._tally)
+        self._release(self._hold_to_release())
+        self._current = self._move = None
+        roster = self._tally.roster
+        if not roster.slots_on(roster.hosts[self.world.rank]):
+            self.successor = min(roster.holders)  # this host may be given back: the role leaves it
+
+    def _hold_to_release(self) -> int | None:
+        hold = self._current.hold if self._current else None
+        return None if self._schedule.is_held_for_another(hold) else hold
+
+    def _release(self, hold: int | None) -> None:
+        if hold is not None:
+            self._broadcast("RELEASE", release=hold)
+
+    def _queue_request(self) -> None:
+        raise AssertionError("moves are only begun in phase TRAINING; until then the schedule keeps them")
+
+    def _refuse_cancel(self) -> None:
+        self._say(f"nothing to cancel: the job is in phase {self._tally.phase.value}")
+
+    def _note_loss(self) -> None:
+        """Already logged, by the one who noticed."""
+
+    def _recount(self) -> None:
+        self._act(self._tally.recount())
+
+    def _fail_job(self) -> None:
+        self._end_job(self._tally.reason or "the job can't go on")
+
+    # ---- the end
+
+    def _end_job(self, error: str) -> None:
+        """One message, a verdict, and the end of every process."""
+        if self._ended:
+            return
+        sys.stderr.write(f"harness: {error}\n")
+        sys.stderr.flush()
+        self._end("failed", error)
+
+    def _end(self, status: str, error: str | None) -> None:
+        self._ended = True
+        self._server.close()
+        self._record.end(status, error, self._tally, self.term)
+        if error is None:
+            self.timeline.close()  # HDF5 doesn't let a process read the file that it writes
+            self._on_end(self.options.run)
+        # plain mpirun calls it a failure if a process ends without MPI_Finalize, which needs every process
+        self._broadcast("END", code=int(error is not None), finalize=error is None and not self._tally.roster.lost)

@@ -1,0 +1,73 @@
+"""Which moves were asked for and when each is due. Pure: the controller keeps one and hands it to its successor."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from migration.plan import VacateRequest, parse_vacate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A move that was asked for. `hold`: the iteration at which training waits for it, or None."""
+
+    id: int
+    text: str
+    hold: int | None = None
+
+    @property
+    def request(self) -> VacateRequest:
+        return parse_vacate(self.text, need_iteration=False)
+
+
+class Schedule:
+    """Moves with an iteration, in its order, and moves to be made as soon as possible, in the order they came."""
+
+    def __init__(self, texts: Iterable[str], *, hold: bool, lead: int) -> None:
+        self._lead = lead
+        self._scheduled: list[Pending] = []
+        self._queue: list[Pending] = []
+        self._num_requests = 0
+        for text in texts:
+            self.add(text, hold=hold)
+
+    def add(self, text: str, *, hold: bool = False) -> Pending:
+        """Take a request. Raises UserError if it can't be read."""
+        iteration = parse_vacate(text, need_iteration=False).iteration
+        pending = Pending(id=self._num_requests, text=text, hold=iteration if hold else None)
+        self._num_requests += 1
+        if iteration is None:
+            self._queue.append(pending)
+        else:
+            self._scheduled.append(pending)
+            self._scheduled.sort(key=lambda p: p.request.iteration or 0)  # stable: first asked, first made
+        return pending
+
+    def pop_due(self, position: int) -> Pending | None:
+        """The next move to prepare when the furthest slot is at iteration `position`, or None."""
+        if self._scheduled and position >= (self._scheduled[0].request.iteration or 0) - self._lead:
+            return self._scheduled.pop(0)
+        return self._queue.pop(0) if self._queue else None
+
+    def drop_next(self) -> Pending | None:
+        """Take the next move out, due or not: it is cancelled."""
+        waiting = self._queue or self._scheduled
+        return waiting.pop(0) if waiting else None
+
+    @property
+    def waiting(self) -> list[Pending]:
+        return [*self._queue, *self._scheduled]
+
+    def is_held_for_another(self, hold: int | None) -> bool:
+        """Whether training must go on waiting at iteration `hold` for a move that is still to come."""
+        return any(p.hold == hold for p in self._scheduled)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"scheduled": [asdict(p) for p in self._scheduled], "queue": [asdict(p) for p in self._queue],
+                "num_requests": self._num_requests}
+
+    def load_json(self, value: dict[str, Any]) -> None:
+        self._scheduled = [Pending(**p) for p in value["scheduled"]]
+        self._queue = [Pending(**p) for p in value["queue"]]
+        self._num_requests = value["num_requests"]

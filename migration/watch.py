@@ -1,0 +1,50 @@
+"""The controller's clocks: who was heard when, and the deadline of the phase under way. Monotonic seconds."""
+from __future__ import annotations
+
+import time
+
+
+class Watch:
+    """Heartbeats of every process and one deadline."""
+
+    def __init__(self, world_size: int, *, beat_s: float, heartbeat_timeout_s: float) -> None:
+        self._beat_s, self._timeout_s = beat_s, heartbeat_timeout_s
+        self._heard_s = dict.fromkeys(range(world_size), time.monotonic())
+        self._beaten_s = -beat_s
+        self._deadline: tuple[float, str] | None = None
+
+    def heard(self, world_rank: int) -> None:
+        self._heard_s[world_rank] = time.monotonic()
+
+    def is_beat_due(self, now_s: float) -> bool:
+        """True once every beat."""
+        if now_s - self._beaten_s < self._beat_s:
+            return False
+        if self._beaten_s > 0 and now_s - self._beaten_s > self._timeout_s / 2:
+            # this process itself stood still (a debugger, a stopped machine): what it missed says nothing of others
+            self._heard_s = dict.fromkeys(self._heard_s, now_s)
+        self._beaten_s = now_s
+        return True
+
+    def silent(self, now_s: float) -> list[tuple[int, float]]:
+        """(world rank, seconds of silence) of those silent for too long."""
+        return [(rank, now_s - heard_s) for rank, heard_s in self._heard_s.items() if now_s - heard_s > self._timeout_s]
+
+    # ---- the deadline
+
+    @property
+    def has_deadline(self) -> bool:
+        return self._deadline is not None
+
+    def set_deadline(self, seconds: float, what: str) -> None:
+        self._deadline = (time.monotonic() + seconds, f"{what} took longer than {seconds:g} s")
+
+    def clear_deadline(self) -> None:
+        self._deadline = None
+
+    def pop_expired(self, now_s: float) -> str | None:
+        """What took too long, once, after the deadline."""
+        if self._deadline is None or now_s <= self._deadline[0]:
+            return None
+        reason, self._deadline = self._deadline[1], None
+        return reason

@@ -1,0 +1,86 @@
+"""What the tests in several ranks share: the world, stores to build generations with, and waits that end.
+
+MPI is imported when asked for, not when a module is: a plain pytest process that only collects must not become an MPI
+process.
+"""
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from migration.groups import Groups, connect_store, start_store
+
+WAIT_S = 30.0  # for what takes milliseconds: the limit of a wait, and no measurement
+
+
+def world() -> Any:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def new_store() -> tuple[dist.TCPStore | None, dist.TCPStore]:
+    """A store for one generation: (the server on rank 0, else None; this rank's connection). Collective over the world.
+
+    It lives as long as rank 0 holds the server.
+    """
+    server = start_store("127.0.0.1") if world().rank == 0 else None
+    port = world().bcast(server.port if server else None)
+    return server, connect_store(("127.0.0.1", port), WAIT_S)
+
+
+def build_generation(groups: Groups, generation: int, slots: Iterable[int]) -> tuple[int, int]:
+    """Prepare, activate and adopt the groups touched by `slots`. Collective over the world, all of which hold slots."""
+    server, store = new_store()
+    groups.prepare(generation, store, slots, WAIT_S)
+    groups.activate()
+    counts = groups.adopt()
+    world().barrier()  # the store must outlast every member's preparation
+    del server
+    return counts
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Polls, for what another thread does in the background. Raises AssertionError after WAIT_S."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"world rank {world().rank}: waited {WAIT_S:g} s for {what}"
+        time.sleep(0.005)
+
+
+class Background(threading.Thread):
+    """A thread that keeps what its function returns or raises."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._function = function
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._function()
+        except Exception as error:  # the test looks at it
+            self.error = error
+
+    def outcome(self) -> Any:
+        """What the function returned; raises what it raised. Raises AssertionError if it doesn't end."""
+        self.join(WAIT_S)
+        assert not self.is_alive(), f"world rank {world().rank}: a background thread didn't end within {WAIT_S:g} s"
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+def count_resources(groups: Groups) -> dict[str, int]:
+    """What must stay flat over many moves."""
+    gc.collect()
+    return {"communicators": groups.num_communicators, "threads": len(os.listdir("/proc/self/task")),
+            "fds": len(os.listdir("/proc/self/fd"))}
