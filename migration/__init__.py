@@ -7,14 +7,17 @@ A process's life: bringup.py (MPI comes up, everybody compares notes), process.p
 world.py (MPI and the control thread), standby.py (a spare's life), job.py and model.py (the Megatron-Core job),
 data.py (samples as a function of their index), device.py (Megatron without CUDA), internals.py (Megatron's private names).
 
-A move: plan.py (who goes where), protocol.py (phases, events, actions in one table), move.py (the tally of reports),
-controller.py (decides), member.py (a process's part), groups.py and communicators/ (process groups that outlive their
-communicator), state.py (everything that moves), transfer.py (its way), faults.py.
+A move: plan.py (who goes where), schedule.py (when), protocol.py (phases, events, actions in one table), move.py (the
+tally of reports), controller.py (decides), actions.py (carries out), watch.py (heartbeats, deadlines), member.py and
+part.py (a process's part), preparation.py and switchover.py (what it does in these phases), groups.py and
+communicators/ (process groups that outlive their communicator), state.py (everything that moves), transfer.py (its
+way), checkpoint.py (save and restart, to compare with), faults.py.
 
 Beside it: topology.py and sizes.py (arithmetic), plan_report.py, requests.py (from outside), commands.py, record.py
-(progress, verdict), timeline.py (the log), versions.py, launch.py, forkserver.py and zygote.py (one machine, one import).
+(progress, verdict), timeline.py (the log), versions.py, demo.py, launch.py, forkserver.py and zygote.py (one machine,
+one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
-communicators. Nothing here imports harness. protocol, move, plan, topology, config, profiles, sizes, options and
-errors import the standard library and numpy only.
+communicators. Nothing here imports harness. protocol, move, schedule, plan, topology, config, profiles,
+sizes, options and errors import the standard library and numpy only.
 """

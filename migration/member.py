@@ -14,41 +14,18 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field
 from typing import Any
 
-from migration import state, transfer
-from migration.communicators.base import Communicator
+from migration import preparation, switchover
 from migration.errors import MoveFailed
 from migration.faults import Fault, Faults, hang
-from migration.groups import Groups, connect_store
+from migration.groups import Groups
 from migration.move import Report
 from migration.options import Options
+from migration.part import Part
 from migration.plan import MovePlan
 from migration.timeline import Timeline
 from migration.world import Record, World
-
-
-@dataclass(slots=True, kw_only=True)
-class Part:
-    """This process's part in one move. Changed under the member's lock."""
-
-    number: int
-    generation: int  # after the move
-    plan: MovePlan
-    role: str  # leaver, joiner, stayer
-    slot: int
-    store: tuple[str, int]
-    prepare_timeout_s: float
-    position: int | None = None
-    verdict: str = ""  # then SWITCH, then COMMIT or ABORT
-    reason: str = ""
-    retired: bool = False
-    wrong_probe: bool = False  # by a fault
-    num_busy: int = 0  # threads at work for it; the last one to leave an aborted part cleans up
-    pair: Communicator | None = None
-    thread: threading.Thread | None = None
-    warm: threading.Event = field(default_factory=threading.Event)
 
 
 class Member:
@@ -68,13 +45,18 @@ class Member:
         self._vacate_own_host = False
         self.faults = Faults(options.faults, self._on_fault)
 
+    @property
+    def position(self) -> int:
+        """The iteration that the training thread is at, -1 without a slot."""
+        return self._position
+
     # ---- speaking
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Send a record to the controller."""
         self.world.send(self.controller, {"kind": kind, "from": self.world.rank, **fields})
 
-    def _report(self, part: Part, report: Report, value: object = None, **fields: Any) -> None:
+    def report(self, part: Part, report: Report, value: object = None, **fields: Any) -> None:
         self.tell("REPORT", report=report.value, move=part.number, value=value, **fields)
 
     def _on_fault(self, fault: Fault) -> None:
@@ -146,7 +128,7 @@ class Member:
         if role == "joiner":
             self.part.num_busy = 1  # its main thread, in standby.py, which starts the prepare thread
         else:
-            self.start_prepare_thread(self.part)
+            preparation.start(self, self.part)
 
     def _on_propose(self, record: Record) -> None:
         part, position = self.part, record["position"]
@@ -156,19 +138,19 @@ class Member:
             if not self._pass_ready_faults(part, position):
                 return
         elif self._position > position or (self._position == position and self._begun):
-            self._report(part, Report.REFUSED, self._position)
+            self.report(part, Report.REFUSED, self._position)
             return
         part.position = position
-        self._report(part, Report.ACCEPTED, position)
+        self.report(part, Report.ACCEPTED, position)
 
     def _pass_ready_faults(self, part: Part, position: int) -> bool:
         try:
             kind = self.faults.fire("READY", part.slot, part.number)
         except MoveFailed as error:
-            self._report(part, Report.FAILED, str(error))
+            self.report(part, Report.FAILED, str(error))
             return False
         if kind == "corrupt":
-            self._report(part, Report.ACCEPTED, position + 1)
+            self.report(part, Report.ACCEPTED, position + 1)
         if kind == "cancel":
             self.tell("CANCEL")
         return kind not in ("hang", "corrupt")
@@ -198,7 +180,6 @@ class Member:
     def _on_retire(self, record: Record) -> None:
         self.groups.retire()
         if self.part is not None and self.part.number == record["move"]:
-            self.part.retired = True
             if self.part.pair is not None:
                 self.groups.release_pair(self.part.pair)
             self.part = None
@@ -206,44 +187,12 @@ class Member:
     def _on_release(self, record: Record) -> None:
         self._holds.discard(record["release"])
 
-    # ---- the prepare thread
+    # ---- threads at work for a part
 
-    def start_prepare_thread(self, part: Part) -> None:
+    def enter(self, part: Part) -> None:
+        """A thread begins work for `part`."""
         with self._changed:
             part.num_busy += 1
-        part.thread = threading.Thread(target=self._prepare, args=(part,), name="prepare", daemon=True)
-        part.thread.start()
-
-    def _prepare(self, part: Part) -> None:
-        try:
-            old, new = self._build(part)
-            if part.role == "joiner":
-                part.warm.wait()
-                new = "a fault" if part.wrong_probe else new
-            if not part.verdict:
-                self._report(part, Report.PREPARED, [old, new], position=self._position)
-        except Exception as error:  # whatever it is, the controller decides: the move aborts, training goes on
-            self._report_failure(part, error)
-        finally:
-            self.leave(part)
-
-    def _build(self, part: Part) -> tuple[str | None, str | None]:
-        """Stage 1 of every group this process is in, and of its pair. Returns the (old, new) probe digests."""
-        tags = {"move": part.number, "slot": part.slot, "generation": part.generation - 1}
-        timeout_s = part.prepare_timeout_s
-        store = connect_store(part.store, timeout_s)
-        slots = part.plan.slots
-        old = self.groups.live_probe(slots) if part.role != "joiner" else None
-        new = None
-        if part.role != "leaver":
-            with self.timeline.span("prepare_groups", "PREPARING", **tags):
-                new = self.groups.prepare(part.generation, store, slots, timeout_s)
-        if part.role != "stayer":
-            with self.timeline.span("prepare_pair", "PREPARING", **tags):
-                part.pair = self.groups.prepare_pair(
-                    f"g{part.generation}/pair{part.slot}", store, int(part.role == "joiner"), timeout_s,
-                    self.options.switch_deadline_s)
-        return old, new
 
     def leave(self, part: Part) -> None:
         """A thread is done with `part`; the last one cleans up if the move was aborted."""
@@ -260,14 +209,14 @@ class Member:
             self.groups.release_pair(part.pair)
         self.part = None
         self.timeline.add_event("phase", f"ABORTED: {part.reason}", part.number)
-        self._report(part, Report.ACKNOWLEDGED)
+        self.report(part, Report.ACKNOWLEDGED)
 
-    def _report_failure(self, part: Part, error: Exception) -> None:
+    def report_failure(self, part: Part, error: Exception) -> None:
         text = f"slot {part.slot} ({part.role}, world rank {self.world.rank}): {type(error).__name__}: {error}"
         self.timeline.add_event("error", text, part.number)
         if not part.verdict == "ABORT":  # afterwards errors are the consequence of the abort
             self.timeline.add_event("traceback", traceback.format_exc()[-500:], part.number)
-        self._report(part, Report.FAILED, text.split("\n")[0][:300])
+        self.report(part, Report.FAILED, text.split("\n")[0][:300])
 
     # ---- waiting, by the training thread
 
@@ -277,10 +226,6 @@ class Member:
             while not (value := condition()):
                 self._changed.wait(1.0)
             return value
-
-    def wait_verdict(self, part: Part) -> str:
-        """COMMIT or ABORT. Waits as long as it takes: only the controller decides."""
-        return self.wait_for(lambda: part.verdict if part.verdict in ("COMMIT", "ABORT") else "")
 
     # ---- the boundary
 
@@ -298,7 +243,7 @@ class Member:
                 self._begun = True
                 return True
             part.num_busy += 1
-        stays = self._switch(part, job)
+        stays = switchover.switch(self, part, job)
         with self._changed:
             self._begun = True
         return stays
@@ -309,58 +254,6 @@ class Member:
             return part.verdict == ""
         return iteration in self._holds
 
-    def _switch(self, part: Part, job: Any) -> bool:
-        arrived_s = self.timeline.clock()
-        self.world.urgent = True  # only now: polling fast while everybody still trains would slow them down
-        tags = {"move": part.number, "slot": part.slot, "iteration": job.iteration, "generation": self.generation}
-        num_bytes = 0
-        self.tell("ARRIVED", move=part.number)
-        try:
-            with self.timeline.span("drain", "SWITCHING", **tags):
-                job.check_drained()
-            digest = None
-            if part.role == "leaver":
-                digest, num_bytes = self._hand_over(part, job, tags)
-            else:
-                with self.timeline.span("activate", "SWITCHING", **tags):
-                    self.groups.activate()
-            self._report(part, Report.VERIFIED, digest)
-        except Exception as error:  # before the commit nothing may end the job
-            self._report_failure(part, error)
-        with self.timeline.span("verdict", "SWITCHING", **tags):
-            verdict = self.wait_verdict(part)
-        if verdict == "ABORT":
-            self.groups.resume()
-            self.leave(part)
-            return True
-        self.commit(part, arrived_s, num_bytes)
-        return part.role != "leaver"
-
-    def _hand_over(self, part: Part, job: Any, tags: dict[str, Any]) -> tuple[str, int]:
-        assert part.pair is not None
-        own = state.capture(job, frozenset(self.options.omit_state))
-        with self.timeline.span("transfer", "SWITCHING", **tags) as span:
-            span.bytes = transfer.send_state(part.pair, own, job.device)
-        with self.timeline.span("digest", "SWITCHING", **tags):
-            return state.combined(state.digests(own)), span.bytes
-
-    def commit(self, part: Part, arrived_s: float, num_bytes: int) -> None:
-        """The verdict is COMMIT: this process goes on in the new generation, or without a slot."""
-        num_rebuilt, num_kept = self.groups.adopt() if part.role != "leaver" else (0, 0)
-        self.generation = part.generation
-        resumed_s = self.timeline.clock()
-        if part.role == "leaver":
-            self.slot = None
-        else:
-            self.slot = part.slot
-        self.timeline.add_span("switchover", "COMMITTED", arrived_s, resumed_s, move=part.number, slot=part.slot,
-                               iteration=part.position, generation=part.generation, bytes=num_bytes)
-        self.world.urgent = False
-        with self._changed:
-            part.num_busy -= 1
-        self._report(part, Report.ACKNOWLEDGED, arrived_s=arrived_s, resumed_s=resumed_s, bytes=num_bytes,
-                     groups=[num_rebuilt, num_kept])
-
     def wait_retired(self) -> None:
         """A leaver stays until every stayer has acknowledged: only then may its old communicators go."""
         self.wait_for(lambda: self.part is None or self.part.role != "leaver")
@@ -370,12 +263,14 @@ class Member:
         with self._changed:
             self._position, self._begun = num_iterations, True
 
-    # ---- for standby.py
-
-    def enter_slot(self, part: Part) -> None:
-        """A joiner begins its first iteration in the slot at `part.position`."""
+    def enter_generation(self, part: Part) -> None:
+        """The move is committed: this process holds the slot now, or none, in the next generation."""
         with self._changed:
-            self._position, self._begun = part.position, False
+            self.generation = part.generation
+            self.slot = None if part.role == "leaver" else part.slot
+            if part.role == "joiner":
+                self._position, self._begun = part.position, False
+            part.num_busy -= 1
 
     def apply_fault(self, phase: str, part: Part) -> bool:
         """A joiner's fault point. Returns whether bits must be corrupted."""
@@ -385,8 +280,3 @@ class Member:
         if kind == "cancel":
             self.tell("CANCEL")
         return kind == "corrupt"
-
-    def fail(self, part: Part, error: Exception) -> None:
-        """A joiner can't go on: tell the controller, wait for the abort."""
-        part.warm.set()
-        self._report_failure(part, error)

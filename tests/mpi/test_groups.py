@@ -1,0 +1,300 @@
+"""The life of process groups: opened without peers, connected, replaced beside training, given up, closed.
+
+The job has three slots, held by ranks 0, 1 and 2 at first; rank 3 is the spare. Slot 1 moves between ranks 1 and 3.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from four_ranks import WAIT_S, Background, build_generation, count_resources, new_store, wait_until, world
+from tiny_jobs import shared_groups
+
+from migration.groups import Groups
+
+JOB_SIZE, MOVED_SLOT = 3, 1
+STAYERS = (0, 2)
+SETS = ((0, 1), (0, 2), (1, 2), (0,), (1,), (2,))  # of slots; (0, 2) stays as it is when slot 1 moves
+NUM_SWAPS = 10
+_TAG = 7
+
+
+@dataclass(slots=True, kw_only=True)
+class Process:
+    """What one rank knows of the job: its slot if it has one, and its handles by the slots in them."""
+
+    groups: Groups
+    slot: int | None
+    handles: dict[tuple[int, ...], dist.ProcessGroup]
+
+    def open(self, slot: int) -> None:
+        """Handles only, in a sandbox."""
+        self.groups.open(slot, JOB_SIZE)
+        self.slot = slot
+        self.handles = {slots: dist.new_group(list(slots)) for slots in SETS}
+        self.handles = {slots: handle for slots, handle in self.handles.items() if slot in slots}
+        self.handles[0, 1, 2] = dist.group.WORLD
+
+    def close(self) -> None:
+        self.handles.clear()
+        self.groups.close()
+        self.slot = None
+
+    def sums(self) -> dict[tuple[int, ...], float]:
+        """An all-reduce on each handle, of 10 to the power of the slot. Collective over the job."""
+        found = {}
+        for slots in sorted(self.handles):
+            tensor = torch.tensor([10.0 ** self.slot])
+            dist.all_reduce(tensor, group=self.handles[slots])
+            found[slots] = tensor.item()
+        return found
+
+    def check_sums(self) -> None:
+        assert self.sums() == {slots: sum(10.0 ** slot for slot in slots) for slots in self.handles}
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    """A job in generation 0 on ranks 0 to 2; rank 3 holds nothing."""
+    groups = shared_groups()
+    made = Process(groups=groups, slot=None, handles={})
+    server, store = new_store()
+    if world().rank < JOB_SIZE:
+        made.open(world().rank)
+        groups.prepare(0, store, range(JOB_SIZE), WAIT_S)
+        groups.activate()
+        groups.adopt()
+    world().barrier()
+    del server
+    yield made
+    if made.slot is not None:
+        made.close()
+    wait_until(lambda: groups.num_communicators <= 1, "communicators of the last test to close")  # one for groups of 1
+
+
+def prepare(process: Process, generation: int, store: dist.Store) -> Background:
+    return Background(lambda: process.groups.prepare(generation, store, (MOVED_SLOT,), WAIT_S))
+
+
+def swap(process: Process, leaver: int, joiner: int, generation: int) -> tuple[int, int] | None:
+    """Slot 1 goes from `leaver` to `joiner`. Collective over the world. Returns (rebuilt, kept) but for the leaver."""
+    rank = world().rank
+    server, store = new_store()
+    if rank == joiner:
+        process.open(MOVED_SLOT)
+    counts = None
+    if rank != leaver:
+        prepare(process, generation, store).outcome()
+        process.groups.activate()
+        counts = process.groups.adopt()
+    world().barrier()
+    if rank == leaver:
+        process.close()
+    else:
+        process.groups.retire()
+    del server
+    return counts
+
+
+def test_handles_open_without_peers(process: Process) -> None:
+    """A rank at a time: nobody else takes part, and everything works in the sandbox."""
+    for rank in range(world().size):
+        if rank == world().rank == 3:
+            num_before = process.groups.num_communicators
+            process.open(2)
+            assert process.sums() == {slots: 100.0 for slots in process.handles}, "the own contribution"
+            assert process.groups.num_communicators == num_before
+            process.close()
+        world().barrier()
+
+
+def test_the_first_generation(process: Process) -> None:
+    if process.slot is None:
+        return
+    process.check_sums()
+    assert process.groups.num_communicators == 4, "the world, two pairs, and one for the groups of one"
+    own = process.handles[process.slot,]
+    assert own.inner is process.groups.handles[own.name].inner
+
+
+def test_members_go_on_while_the_next_generation_is_prepared(process: Process) -> None:
+    """The swap, step by step; ranks 0, 1 and 2 don't stop reducing on the old generation before it is prepared."""
+    rank, comm = world().rank, world()
+    server, store = new_store()
+    kept, touched = process.handles.get((0, 2)), process.handles.get((0, 1, 2))
+    before = {handle: handle.inner for handle in process.handles.values()}
+    preparing = None
+    if rank == 3:
+        comm.recv(source=0, tag=_TAG)  # not before training has gone on for a while
+        process.open(MOVED_SLOT)
+        preparing = prepare(process, 1, store)
+        assert isinstance(preparing.outcome(), str)
+    elif rank in STAYERS:
+        preparing = prepare(process, 1, store)
+    num_beside = train_until_prepared(process, preparing) if rank != 3 else 0
+    if rank in STAYERS:
+        assert num_beside >= 5
+        assert all(handle.inner is inner for handle, inner in before.items()), "changed before the commit"
+        assert process.groups.num_communicators == 6, "old and new"
+    counts = None
+    if rank != 1:
+        process.groups.activate()
+        counts = process.groups.adopt()
+    comm.barrier()
+    if rank in STAYERS:
+        assert kept.inner is before[kept], "an untouched group keeps its communicator"
+        assert touched.inner is not before[touched]
+        assert process.groups.num_communicators == 6, "the old ones wait for the end of the move"
+        process.groups.retire()
+        wait_until(lambda: process.groups.num_communicators == 4, "the old generation to close")
+    if rank == 1:
+        process.close()
+    else:
+        process.check_sums()
+    totals = comm.allgather(counts)
+    assert totals == [(2, 1), None, (0, 0), (1, 0)], "each group is counted by its first member"
+    del server
+
+
+def train_until_prepared(process: Process, preparing: Background | None) -> int:
+    """Reduces on every handle until all stayers are prepared. Returns how often before that, on this rank.
+
+    The end is agreed by the reduction itself, as ranks don't see each other's threads.
+    """
+    num_before = num_rounds = 0
+    everybody_ready = False
+    while not everybody_ready:
+        ready = torch.tensor([float(preparing is None or not preparing.is_alive())])
+        process.check_sums()
+        num_before += not ready.item()
+        dist.all_reduce(ready, dist.ReduceOp.MIN)
+        everybody_ready = bool(ready.item())
+        num_rounds += 1
+        if num_rounds == 5 and world().rank == 0:
+            world().send(None, dest=3, tag=_TAG)
+    if preparing is not None:
+        preparing.outcome()
+    return num_before
+
+
+def test_a_member_that_never_comes(process: Process) -> None:
+    """Dropping the store ends every wait on it, long before the deadline, and the old generation is as it was."""
+    rank = world().rank
+    server, store = new_store()
+    preparing = prepare(process, 1, store) if rank in STAYERS else None  # rank 3 doesn't come
+    if process.slot is not None:
+        process.check_sums()
+    world().barrier()
+    if rank in STAYERS:
+        assert preparing.is_alive()
+    world().barrier()
+    del server
+    if preparing is not None:
+        preparing.join(WAIT_S / 2)
+        assert not preparing.is_alive() and isinstance(preparing.error, RuntimeError), repr(preparing.error)
+        process.groups.discard()
+        wait_until(lambda: process.groups.num_communicators == 4, "what was prepared to close")
+    if process.slot is not None:
+        process.check_sums()
+    swap(process, 1, 3, 2)  # and the next try works
+    if process.slot is not None:
+        process.check_sums()
+
+
+def test_an_abort_at_the_boundary(process: Process) -> None:
+    """Prepared and activated by all, then the verdict is to go on as before."""
+    rank = world().rank
+    server, store = new_store()
+    if rank == 3:
+        process.open(MOVED_SLOT)
+    if rank != 1:
+        prepare(process, 1, store).outcome()
+        process.groups.activate()
+        process.groups.resume()
+        process.groups.discard()
+    if rank == 3:
+        process.close()
+    else:
+        process.check_sums()
+        wait_until(lambda: process.groups.num_communicators == 4, "what was prepared to close")
+    world().barrier()
+    del server
+
+
+def test_the_probe_sees_the_same_sums_in_the_next_generation(process: Process) -> None:
+    server, store = new_store()
+    live = process.groups.live_probe((MOVED_SLOT,)) if process.slot is not None else ""
+    if world().rank == 3:
+        process.open(MOVED_SLOT)
+    new = prepare(process, 1, store).outcome() if world().rank != 1 else ""
+    old = world().bcast(live, root=1)  # what the leaver saw, for the joiner
+    if world().rank == 3:
+        assert new == old and len(new.split()) == 3
+    elif world().rank in STAYERS:
+        assert new == live and len(new.split()) == 2
+    process.groups.discard()
+    if world().rank == 3:
+        process.close()
+    world().barrier()
+    del server
+
+
+def test_an_abort_ends_an_operation_under_way(process: Process) -> None:
+    """Of a pair, from another thread; its group goes on being of use to nobody else's harm."""
+    rank = world().rank
+    server, store = new_store()
+    if rank in (0, 1):
+        pair = process.groups.prepare_pair("pair", store, rank, WAIT_S, WAIT_S)
+    world().barrier()
+    if rank == 0:
+        receiving = Background(lambda: pair.inner.recv([torch.zeros(4)], 1, 0).wait())
+        receiving.join(0.05)  # the other side never sends
+        pair.abort()
+        pair.abort()
+        receiving.join(WAIT_S / 2)
+        assert not receiving.is_alive() and isinstance(receiving.error, RuntimeError)
+    world().barrier()
+    if rank in (0, 1):
+        process.groups.release_pair(pair)
+    if process.slot is not None:
+        process.check_sums()
+    del server
+
+
+def test_ten_swaps_leave_nothing_behind(process: Process) -> None:
+    """Rank 1 and rank 3 take slot 1 in turn; the stayers hold as much at the end as after the first two."""
+    history = []
+    for i in range(NUM_SWAPS):
+        leaver, joiner = ((1, 3), (3, 1))[i % 2]
+        swap(process, leaver, joiner, 1 + i)
+        expected = 4 if process.slot is not None else 1
+        wait_until(lambda: process.groups.num_communicators == expected, f"communicators of swap {i} to close")
+        world().barrier()
+        if process.slot is not None:
+            process.check_sums()
+        world().barrier()
+        history.append(count_resources(process.groups))
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("prepare")]
+    for even in (0, 1):  # who holds slot 1 differs, so compare like with like
+        rounds = history[2 + even::2]
+        assert all(row == rounds[0] for row in rounds), history
+
+
+def test_generation_by_generation_in_one_job(process: Process) -> None:
+    """Every slot's group replaced, with the same members: handles keep their identity for Megatron."""
+    if world().rank == 3:
+        for generation in (1, 2):
+            new_store()[0], world().barrier()
+        return
+    identity = dict(process.handles)
+    for generation in (1, 2):
+        inner = {slots: handle.inner for slots, handle in process.handles.items()}
+        counts = build_generation(process.groups, generation, range(JOB_SIZE))
+        process.groups.retire()
+        assert process.handles == identity and counts[1] == 0
+        assert all((process.handles[slots].inner is inner[slots]) == (len(slots) == 1) for slots in inner)
+        process.check_sums()
