@@ -1,8 +1,7 @@
 # make demo and make test are each one command on a fresh machine with Python 3.11 or 3.12.
 #
 # PYTHON: the Python that makes .venv. PIP_FLAGS: passed to pip. On a plain Python 3.12 (and from PyPI on any Linux) pip
-# takes the CUDA build of torch, about 5 GB; it works without a GPU. For the CPU build:
-#   make setup PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+# takes the CUDA build of torch, about 5 GB; it works without a GPU.
 PYTHON ?= python3
 PIP_FLAGS ?=
 VENV := .venv

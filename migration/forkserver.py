@@ -7,7 +7,8 @@ Started by a launcher, a rank is a light process with nothing imported. It hands
 directory, standard streams and PMI connection to the server and then only waits: signals go on to the copy, and it
 ends as the copy ends. Who dies with whom: the light process's death ends its copy (the server sees the connection
 close), the server's death ends all copies (the kernel, `die_with_parent`), and the creator's death ends the server
-(its lifeline closes). Tried: a thread in each copy that watches the light process; the server's loop does it without.
+(its lifeline closes). A light process whose copy has ended stays until the last copy of its run (LM_RUN) has ended, so
+that the launcher sees nobody leave a job that goes on: mpiexec may break when it does (see launch.py). Tried: a thread in each copy that watches the light process; the server's loop does it without.
 
 Linux only. The server has one thread when it forks, so no lock is copied while it is held.
 """
@@ -114,6 +115,8 @@ def hand_over(address: str, argv: Sequence[str]) -> NoReturn:
             pid = NUMBER.unpack(receive(connection, NUMBER.size))[0]
             _forward_signals(pid)
             exit_code = NUMBER.unpack(receive(connection, NUMBER.size))[0]
+            _stop_forwarding()
+            connection.recv(1)  # its end: nobody of this run is left
         except (EOFError, ConnectionError):
             print(f"rank {os.environ.get('PMI_RANK', '?')}: the fork server is gone, and its copies with it",
                   file=sys.stderr, flush=True)
@@ -130,6 +133,12 @@ def _forward_signals(pid: int) -> None:
 
     for signum in _FORWARDED:
         signal.signal(signum, forward)
+
+
+def _stop_forwarding() -> None:
+    """Once the copy has ended its pid may become another's."""
+    for signum in _FORWARDED:
+        signal.signal(signum, signal.SIG_IGN if signum == signal.SIGUSR2 else signal.SIG_DFL)
 
 
 def _end_as(exit_code: int) -> NoReturn:

@@ -51,7 +51,8 @@ def describe_plan(config: Config, roster: Roster, request: VacateRequest) -> str
               f"memory of a joiner: {format_bytes(joiner_bytes)} at most, for state and gradient buffer; activations "
               "and communicators come on top", "",
               f"groups: {told['num_groups_rebuilt']} rebuilt, {told['num_groups_kept']} kept "
-              "(groups of one slot are not counted)"]
+              "(groups of one slot aren't counted;",
+              "a run counts more: Megatron makes several of a kind, such as a data-parallel group with and without cp)"]
     lines += [f"  {kind:9}  {count['rebuilt']:3} rebuilt  {count['kept']:3} kept"
               for kind, count in told["groups"].items()]
     lines += ["", "hosts after the move:"]

@@ -4,11 +4,13 @@ Owns the server's loop, what a copy takes over from the process that asked for i
 not know what the ranks do. See forkserver.py for the whole picture; this file imports nothing heavy by itself.
 
 On the socket, a request is a length (with the descriptors beside it) and a JSON text; the answers are two numbers, the
-copy's pid and, when it has ended, its exit code (-N: by signal N).
+copy's pid and, when it has ended, its exit code (-N: by signal N). The connection is closed when the last copy of the
+same run has ended.
 """
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import importlib
 import json
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 FORKED_VARIABLE = "LM_FORKED_PID"
+RUN_VARIABLE = "LM_RUN"
 NUMBER = struct.Struct("<i")
 LENGTH = struct.Struct("<I")
 # The server's arguments are padded by this: a copy shows its own arguments in their place (ps, /proc/PID/cmdline).
@@ -64,11 +67,15 @@ def main() -> NoReturn:
     _, _, folder, preload, entry, _, fd = sys.argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _show_as([sys.executable, "-m", "migration.zygote", entry])
-    _resolve(preload)()
-    run = _resolve(entry)
-    num_threads = len(os.listdir("/proc/self/task"))
-    if num_threads != 1:
-        raise RuntimeError(f"{preload} left {num_threads} threads; a process with more than one can't be copied safely")
+    try:
+        _resolve(preload)()
+        run = _resolve(entry)
+        num_threads = len(os.listdir("/proc/self/task"))
+        if num_threads != 1:
+            raise RuntimeError(f"{preload} left {num_threads} threads; a process with several can't be copied safely")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     gc.collect()
     gc.freeze()  # a collection in a copy would write to, and so duplicate, every shared page
     request = _Server(socket.socket(fileno=int(fd)), folder).serve()
@@ -81,6 +88,13 @@ def _resolve(name: str) -> Callable:
     return getattr(importlib.import_module(module), function)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    pid: int
+    run: str
+    lives: bool = True
+
+
 class _Server:
     """The loop of the server: takes requests, forks, reaps, and kills what nobody waits for any more."""
 
@@ -88,7 +102,7 @@ class _Server:
         self._pid = os.getpid()
         self._folder = folder
         self._listener = listener
-        self._connections: dict[int, socket.socket] = {}  # pid of a copy -> its light process
+        self._copies: dict[socket.socket, _Copy] = {}  # by the connection to its light process
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self._wake_read, False)
@@ -125,8 +139,9 @@ class _Server:
             return request
         for fd in request.fds:
             os.close(fd)
-        self._connections[pid] = connection
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._lose(pid))
+        # Without a run, a copy is a run of its own.
+        self._copies[connection] = _Copy(pid=pid, run=request.environment.get(RUN_VARIABLE, str(pid)))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._lose(connection))
         self._tell(connection, pid)
         return None
 
@@ -137,31 +152,50 @@ class _Server:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._selector.close()
         self._listener.close()
-        for connection in self._connections.values():
+        for connection in self._copies:
             connection.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def _lose(self, pid: int) -> None:
+    def _lose(self, connection: socket.socket) -> None:
         """A light process says nothing after its request: whatever there is to read is its end."""
-        if pid not in self._connections:
-            return  # reaped earlier in the same round of the loop
-        self._selector.unregister(self._connections[pid])
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        if connection not in self._copies:
+            return  # closed earlier in the same round of the loop
+        copy = self._copies[connection]
+        if copy.lives:
+            os.kill(copy.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+            self._selector.unregister(connection)
+        else:
+            self._close(connection)
 
     def _reap(self) -> None:
         os.read(self._wake_read, 4096)
-        while self._connections:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+        while self._copies:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if pid == 0:
                 return
-            connection = self._connections.pop(pid, None)
-            if connection is None:
-                continue  # a program that preload started
-            if connection in self._selector.get_map():
-                self._selector.unregister(connection)
-            self._tell(connection, os.waitstatus_to_exitcode(status))
-            connection.close()
+            for connection, copy in self._copies.items():
+                if copy.pid == pid and copy.lives:
+                    self._copies[connection] = dataclasses.replace(copy, lives=False)
+                    self._tell(connection, os.waitstatus_to_exitcode(status))
+                    self._close_run(copy.run)
+                    break  # a pid that isn't found is of a program that preload started
+
+    def _close_run(self, run: str) -> None:
+        """Lets the light processes of a run go, if no copy of it lives."""
+        connections = [connection for connection, copy in self._copies.items() if copy.run == run]
+        if not any(self._copies[connection].lives for connection in connections):
+            for connection in connections:
+                self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        if connection in self._selector.get_map():
+            self._selector.unregister(connection)
+        del self._copies[connection]
+        connection.close()
 
     def _tell(self, connection: socket.socket, number: int) -> None:
         try:
@@ -171,8 +205,9 @@ class _Server:
 
     def _end(self) -> NoReturn:
         """The creator closed the lifeline, or is no more."""
-        for pid in self._connections:
-            os.kill(pid, signal.SIGKILL)
+        for copy in self._copies.values():
+            if copy.lives:
+                os.kill(copy.pid, signal.SIGKILL)
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
 

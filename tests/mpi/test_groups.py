@@ -4,7 +4,6 @@ The job has three slots, held by ranks 0, 1 and 2 at first; rank 3 is the spare.
 """
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -243,31 +242,36 @@ def test_the_probe_sees_the_same_sums_in_the_next_generation(process: Process) -
     del server
 
 
-def test_an_abort_ends_an_operation_under_way(process: Process) -> None:
-    """Of a pair, from another thread; its group goes on being of use to nobody else's harm."""
+def test_an_abort_ends_what_is_under_way(process: Process) -> None:
+    """Of a pair, from another thread: at the side that aborts and at its peer, but nowhere else."""
     rank = world().rank
     server, store = new_store()
     if rank in (0, 1):
-        pair = process.groups.prepare_pair("pair", store, rank, WAIT_S, WAIT_S)
+        pair = process.groups.prepare_pair("pair", store, rank, WAIT_S, 2 * WAIT_S)
+        operations = [Background(pair.inner.recv([torch.zeros(4)], 1 - rank, tag).wait) for tag in (0, 1)]
+        large = torch.zeros(1 << 20)
+        operations.append(Background(pair.inner.send([large], 1 - rank, 2).wait))
+        assert all(operation.is_alive() for operation in operations), "neither side has what the other waits for"
     world().barrier()
     if rank == 0:
-        receiving = Background(lambda: pair.inner.recv([torch.zeros(4)], 1, 0).wait())
-        receiving.join(0.05)  # the other side never sends
         pair.abort()
         pair.abort()
-        receiving.join(WAIT_S / 2)
-        assert not receiving.is_alive() and isinstance(receiving.error, RuntimeError)
-    world().barrier()
     if rank in (0, 1):
+        for operation in operations:
+            with pytest.raises(RuntimeError):
+                operation.outcome()
         process.groups.release_pair(pair)
+        del pair, operations
     if process.slot is not None:
         process.check_sums()
+        wait_until(lambda: process.groups.num_communicators == 4, "the pair to close")
+    world().barrier()
     del server
 
 
 def test_ten_swaps_leave_nothing_behind(process: Process) -> None:
-    """Rank 1 and rank 3 take slot 1 in turn; the stayers hold as much at the end as after the first two."""
-    history = []
+    """Rank 1 and rank 3 take slot 1 in turn; after each, all hold as much as after the first two."""
+    history: list[dict[str, int]] = []
     for i in range(NUM_SWAPS):
         leaver, joiner = ((1, 3), (3, 1))[i % 2]
         swap(process, leaver, joiner, 1 + i)
@@ -277,18 +281,21 @@ def test_ten_swaps_leave_nothing_behind(process: Process) -> None:
         if process.slot is not None:
             process.check_sums()
         world().barrier()
-        history.append(count_resources(process.groups))
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("prepare")]
-    for even in (0, 1):  # who holds slot 1 differs, so compare like with like
-        rounds = history[2 + even::2]
-        assert all(row == rounds[0] for row in rounds), history
+        if i < 2:
+            history.append(count_resources(process.groups))
+        else:  # threads that have ended for Python are a moment longer there; who holds slot 1 alternates
+            wait_until(lambda: count_resources(process.groups) == history[i % 2],
+                       f"what swap {i} left behind to go: {count_resources(process.groups)}, before {history[i % 2]}")
+        world().barrier()
 
 
 def test_generation_by_generation_in_one_job(process: Process) -> None:
     """Every slot's group replaced, with the same members: handles keep their identity for Megatron."""
     if world().rank == 3:
         for generation in (1, 2):
-            new_store()[0], world().barrier()
+            server, _ = new_store()
+            world().barrier()
+            del server
         return
     identity = dict(process.handles)
     for generation in (1, 2):

@@ -4,16 +4,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from mpi4py import MPI
+from four_ranks import world
 from tiny_jobs import shared_groups, tiny_config
 
 from migration.config import Config
 from migration.groups import Groups
 from migration.job import close_job, open_groups
-from migration.topology import GROUP_KINDS, Group, grid_of
+from migration.topology import Group, grid_of
 
 GRIDS = {"TP2 PP2 DP1": {"tp": 2, "pp": 2}, "TP2 PP1 DP2": {"tp": 2, "dp": 2}, "TP1 PP2 DP2": {"pp": 2, "dp": 2},
-         "TP1 PP4 DP1": {"pp": 4, "num_layers": 4}, "TP1 PP1 DP4": {"dp": 4}, "TP4 PP1 DP1": {"tp": 4, "num_attention_heads": 4}}
+         "TP1 PP4 DP1": {"pp": 4, "num_layers": 4}, "TP1 PP1 DP4": {"dp": 4},
+         "TP4 PP1 DP1": {"tp": 4, "num_attention_heads": 4}}
 
 
 @pytest.fixture(params=GRIDS.values(), ids=GRIDS)
@@ -25,7 +26,7 @@ def config(request: pytest.FixtureRequest) -> Config:
 def groups(config: Config) -> Iterator[Groups]:
     """Megatron's groups of this rank's slot; the slot has the number of the world rank."""
     groups = shared_groups()
-    open_groups(config, MPI.COMM_WORLD.rank, groups)
+    open_groups(config, world().rank, groups)
     yield groups
     close_job(groups)
 
@@ -46,7 +47,7 @@ def megatron_groups() -> dict[str, tuple[int, ...]]:
 
 def test_each_kind_is_megatrons(config: Config, groups: Groups) -> None:
     found = {Group(kind=kind, slots=slots)
-             for row in MPI.COMM_WORLD.allgather(megatron_groups()) for kind, slots in row.items()}
+             for row in world().allgather(megatron_groups()) for kind, slots in row.items()}
     assert found == set(grid_of(config).groups())
 
 
@@ -56,7 +57,7 @@ def test_no_group_of_megatron_is_unknown(config: Config, groups: Groups) -> None
 
 
 def test_group_ranks_are_places_in_the_group(config: Config, groups: Groups) -> None:
-    slot = MPI.COMM_WORLD.rank
+    slot = world().rank
     for handle in groups.handles.values():
         assert list(handle.slots) == sorted(handle.slots)
         assert handle.slots[handle.rank()] == slot and handle.size() == len(handle.slots)
@@ -64,13 +65,9 @@ def test_group_ranks_are_places_in_the_group(config: Config, groups: Groups) -> 
 
 def test_members_build_their_groups_in_one_order(config: Config, groups: Groups) -> None:
     """Else two members could wait for each other in two different groups."""
-    orders = MPI.COMM_WORLD.allgather([(h.name, h.slots) for h in groups.touched(range(config.job_size))])
+    orders = world().allgather([(h.name, h.slots) for h in groups.touched(range(config.job_size))])
     for one in orders:
         for other in orders:
             assert [group for group in one if group in other] == [group for group in other if group in one]
     for slot, order in enumerate(orders):
         assert all(group in orders[peer] for group in order for peer in group[1] if peer != slot)
-
-
-def test_every_kind_is_compared() -> None:
-    assert set(GROUP_KINDS) == {"world", "tp", "dp", "pp", "tp_pp", "tp_dp", "embedding"}
