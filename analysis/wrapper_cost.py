@@ -128,8 +128,10 @@ def build_table(costs: Sequence[Cost]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m analysis.wrapper_cost", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=_at_least_two, default=200, help="batches of each kind, at least 2 (default: %(default)s)")
-    parser.add_argument("--calls", type=_at_least_two, default=50, help="calls in a batch, at least 2 (default: %(default)s)")
+    parser.add_argument("--repeats", type=_at_least_two, default=200,
+                        help="batches of each kind, at least 2 (default: %(default)s)")
+    parser.add_argument("--calls", type=_at_least_two, default=50,
+                        help="calls in a batch, at least 2 (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     args = parser.parse_args(argv)
     costs = measure_all(args.repeats, args.calls)

@@ -5,10 +5,12 @@ what the ranks do: it gets the names of two functions, one that imports (`preloa
 
 Started by a launcher, a rank is a light process with nothing imported. It hands its arguments, environment, working
 directory, standard streams and PMI connection to the server and then only waits: signals go on to the copy, and it
-ends as the copy ends. Who dies with whom: the light process's death ends its copy (the server sees the connection
-close), the server's death ends all copies (the kernel, `die_with_parent`), and the creator's death ends the server
-(its lifeline closes). A light process whose copy has ended stays until the last copy of its run (LM_RUN) has ended, so
-that the launcher sees nobody leave a job that goes on: mpiexec may break when it does (see launch.py). Tried: a thread in each copy that watches the light process; the server's loop does it without.
+ends as the copy ended. It stays until the last copy of its run (LM_RUN) has ended, so that the launcher sees nobody
+leave a job that goes on: mpiexec may break when it does (see launch.py).
+
+Who dies with whom: the light process's death ends its copy (the server sees the connection close), the server's death
+ends all copies (the kernel, `die_with_parent`), and the creator's death ends the server (its lifeline closes). Tried: a
+thread in each copy that watches the light process; the server's loop does it without.
 
 Linux only. The server has one thread when it forks, so no lock is copied while it is held.
 """

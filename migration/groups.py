@@ -134,7 +134,8 @@ class Groups:
         """The commit: handles point to the next generation. Returns (rebuilt, kept) groups.
 
         Counted are groups of more than one slot in which this process comes first, so that the sum over the job's
-        processes is the number of groups. The old communicators stay open until `retire`: a member that still waits for the verdict may use them.
+        processes is the number of groups. The old communicators stay open until `retire`: a member that still waits
+        for the verdict may use them.
         """
         for name, communicator in self._next.items():
             self.handles[name].inner = communicator.inner

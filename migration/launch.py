@@ -4,11 +4,11 @@ Owns the mpiexec process, the signals that come to the launcher, and the fork se
 processes do; of a run it reads `result.json` only, because mpiexec's own exit code says nothing (141 or 255 after
 successful runs with these flags).
 
-Each process gets a hydra proxy of its own (`-hosts r0:1,r1:1,...`): with a proxy for several, the SIGKILL of one process
-can take its neighbours along. `-disable-auto-cleanup` lets processes leave while the others go on. That is not enough
-when several leave within milliseconds: mpiexec then writes to a proxy that is just ending, dies of SIGPIPE and takes
-the job along (1 in 30 with 4 of 8 leaving; ignoring SIGPIPE, tried, only turns it into an error of mpiexec's). With
-shared imports mpiexec never sees anybody leave before the last one has ended (see forkserver.py).
+Each process gets a hydra proxy of its own (`-hosts r0:1,r1:1,...`): with a proxy for several, the SIGKILL of one can
+take its neighbours along. `-disable-auto-cleanup` lets processes leave while the others go on. That is not enough when
+several leave within milliseconds: mpiexec then writes to a proxy that is just ending, dies of SIGPIPE and takes the job
+along (1 in 30 with 4 of 8 leaving; ignoring SIGPIPE, tried, only turns it into an error of mpiexec's). With shared
+imports mpiexec never sees anybody leave before the last one has ended (see forkserver.py).
 """
 from __future__ import annotations
 

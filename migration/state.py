@@ -1,8 +1,9 @@
 """Everything that moves from a leaver to its joiner, in one literal: KINDS. Also its digests.
 
 A kind is either tensors, which are copied in place so that every view stays what it was, or a value that JSON can
-hold, which goes along with the header. The iteration isn't among them: it is the position that all members agreed on. Knows nothing of communicators or of the protocol. State that KINDS doesn't
-know (a new key in the optimizer, an unknown scaler) raises StateMismatch: better no move than a silent loss.
+hold, which goes along with the header. The iteration isn't among them: it is the position that all members agreed on.
+State that KINDS doesn't know (a new key in the optimizer, an unknown scaler) raises StateMismatch: better no move than
+a silent loss. Knows nothing of communicators or of the protocol.
 """
 from __future__ import annotations
 

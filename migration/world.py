@@ -70,7 +70,6 @@ class World:
         self._ready, self._going = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
         self.urgent = False
-        self._lost: set[int] = set()
 
     def start(self, hello: Callable[[int, int], dict[str, Any]]) -> None:
         """Bring MPI up. Collective over the world: everybody's `hello(rank, size)` is in `hellos` afterwards.
@@ -95,10 +94,6 @@ class World:
             self._own.put(record)
         else:
             self._outbox.put((world_rank, record))
-
-    def forget(self, world_rank: int) -> None:
-        """A process is lost: nothing is sent to it any more."""
-        self._lost.add(world_rank)
 
     def finalize(self, timeout_s: float = 5.0) -> None:
         """End MPI in order, on the control thread. Collective over the world: gives up after `timeout_s`."""
@@ -164,7 +159,7 @@ class World:
             for record in self._received():
                 on_record(record)
             on_tick(time.monotonic())
-            sending = [s for s in sending + self._start_sends() if s[0] not in self._lost and not s[1].Test()]
+            sending = [s for s in sending + self._start_sends() if not self._is_sent(s[1])]
             if self._own.empty():
                 time.sleep(URGENT_POLL_S if self.urgent else POLL_S)
 
@@ -182,9 +177,16 @@ class World:
         started = []
         while not self._outbox.empty():
             rank, record = self._outbox.get()
-            if rank in self._lost:
-                continue
             data = json.dumps(record).encode()
             assert len(data) <= RECORD_BYTES, f"a record of {len(data)} bytes: {record.get('kind')}"
-            started.append((rank, self._comm.Isend(data, dest=rank, tag=_TAG), data))
+            try:
+                started.append((rank, self._comm.Isend(data, dest=rank, tag=_TAG), data))
+            except self._mpi.Exception:
+                continue  # the receiver is gone (OFI says so, UCX doesn't); the controller's heartbeats find out
         return started
+
+    def _is_sent(self, request: Any) -> bool:
+        try:
+            return bool(request.Test())
+        except self._mpi.Exception:
+            return True  # as above

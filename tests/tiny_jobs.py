@@ -54,6 +54,7 @@ def open_job(config: Config, slot: int = 0) -> Iterator[Job]:
     groups = shared_groups()
     open_groups(config, slot, groups)
     try:
-        yield Job(config, slot, groups, Samples(CountingSource(1000, config.vocab_size), config.seq_length, config.seed))
+        source = CountingSource(1000, config.vocab_size)
+        yield Job(config, slot, groups, Samples(source, config.seq_length, config.seed))
     finally:
         close_job(groups)

@@ -105,7 +105,8 @@ class SandboxGroup:
 class SandboxCommunicator(Communicator):
     """Ready at once, without a store and without peers."""
 
-    def prepare(self, store: dist.Store | None = None, timeout_s: float = 0.0, operation_timeout_s: float = 0.0) -> None:
+    def prepare(self, store: dist.Store | None = None, timeout_s: float = 0.0,
+                operation_timeout_s: float = 0.0) -> None:
         self.inner = SandboxGroup(self.group_rank, len(self.slots))
 
     def activate(self) -> None:

@@ -204,8 +204,8 @@ def functional_collectives(group: Any, rank: int, size: int) -> None:
 
 CALLS: tuple[Call, ...] = (
     all_reduce, all_reduce_max, asynchronous, broadcast, reduce, all_gather, all_gather_into_tensor, reduce_scatter,
-    reduce_scatter_tensor, gather, scatter, all_to_all_single, send_recv, batch_isend_irecv, coalesced, objects, barrier,
-    monitored_barrier, functional_collectives)
+    reduce_scatter_tensor, gather, scatter, all_to_all_single, send_recv, batch_isend_irecv, coalesced, objects,
+    barrier, monitored_barrier, functional_collectives)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)

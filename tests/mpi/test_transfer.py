@@ -96,7 +96,8 @@ MISFITS = {
     "another dtype": ({}, {"dtype": "fp32"}, "state kind .*torch.bfloat16"),
     "fewer tensors": ({}, {"num_layers": 1}, "state kind .*differ in name, dtype or shape"),
     "a kind that only the leaver has": ({"dtype": "fp16"}, {"dtype": "bf16"}, "state kind"),
-    "a value that only the joiner has": ({}, {"overlap_grad_reduce": True}, "kinds of state differ.*overlap_bookkeeping"),
+    "a value that only the joiner has": ({}, {"overlap_grad_reduce": True},
+                                         "kinds of state differ.*overlap_bookkeeping"),
 }
 
 

@@ -181,7 +181,7 @@ def test_the_same_seed_gives_the_same_walk() -> None:
 BROKEN = {
     "switch as soon as all are prepared": (Phase.PREPARING, Event.ALL_PREPARED, Phase.SWITCHING, "a switch before all"),
     "commit instead of a switch": (Phase.READY, Event.ALL_ACCEPTED, Phase.COMMITTED, "a commit out of READY"),
-    "commit of a move that is cancelled": (Phase.SWITCHING, Event.CANCELLED, Phase.COMMITTED, "before all had verified"),
+    "commit of a cancelled move": (Phase.SWITCHING, Event.CANCELLED, Phase.COMMITTED, "before all had verified"),
     "commit though digests differ": (Phase.SWITCHING, Event.DIGEST_DIFFERS, Phase.COMMITTED, "though digests differ"),
     "commit after an abort": (Phase.ABORTED, Event.ALL_ACKNOWLEDGED, Phase.COMMITTED, "a commit out of ABORTED"),
 }

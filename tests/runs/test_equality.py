@@ -1,0 +1,93 @@
+"""A job that is moved equals the same job undisturbed, to the last bit.
+
+Losses, gradient norms, samples, and at the end the digests of every kind of state of every slot. Each run vacates every
+host that trains, b0 with world rank 0 too, and lets a vacated host take slots again.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import Case, Harness, Undisturbed, assert_equal, assert_moves, completed, undisturbed, vacate  # noqa: F401
+
+from analysis.log import read_run
+
+Move = tuple[str, list[list[int]]]  # request without its iteration, [slot, leaver, joiner] of each slot
+
+# hosts have two processes each: b0 has world ranks 0 and 1
+SIX_SLOTS: list[Move] = [("b1->b3", [[2, 2, 6], [3, 3, 7]]),
+                         ("b0->b1", [[0, 0, 2], [1, 1, 3]]),
+                         ("b2->b0", [[4, 4, 0], [5, 5, 1]])]
+FOUR_SLOTS: list[Move] = [("b1->b2", [[2, 2, 4], [3, 3, 5]]),
+                          ("b0->b1", [[0, 0, 2], [1, 1, 3]]),
+                          ("b2->b0", [[2, 4, 0], [3, 5, 1]])]
+
+DISTRIBUTED: tuple[str, ...] = ()
+OVERLAP = ("overlap_grad_reduce=true", "bucket_size=20000")  # several buckets, or there is nothing to overlap
+GATHER = ("overlap_param_gather=true",)
+PLAIN = ("distributed_optimizer=false",)
+
+
+def move_and_compare(harness: Harness, undisturbed: Undisturbed, case: Case, at: tuple[int, int, int]) -> Path:
+    moves = SIX_SLOTS if case.job_size == 6 else FOUR_SLOTS
+    num_processes = case.job_size + 2
+    requests = [f"{request}@{iteration}" for (request, _), iteration in zip(moves, at, strict=True)]
+    finished = harness(*case.arguments(num_processes), *vacate(*requests), np=num_processes)
+    result = completed(finished)
+    assert_moves(result, [(iteration, assignments) for (_, assignments), iteration in zip(moves, at, strict=True)])
+    assert_equal(case, undisturbed(case), finished.run)
+    assert_held_as_assigned(finished.run, moves, at, case.job_size)
+    return finished.run
+
+
+def assert_held_as_assigned(run: Path, moves: list[Move], at: tuple[int, ...], job_size: int) -> None:
+    """From a move's iteration on it is the joiner, and nobody else, that has the slot."""
+    rows = read_run(run).iterations
+    held = {(int(row["iteration"]), int(row["slot"])): (int(row["world_rank"]), int(row["generation"])) for row in rows}
+    holders = list(range(job_size))
+    for iteration in range(int(rows["iteration"].max()) + 1):
+        for (_, assignments), start in zip(moves, at, strict=True):
+            for slot, leaver, joiner in assignments if start == iteration else []:
+                assert holders[slot] == leaver
+                holders[slot] = joiner
+        generation = sum(start <= iteration for start in at)
+        found = [held[iteration, slot] for slot in range(job_size)]
+        assert found == [(holder, generation) for holder in holders], f"iteration {iteration}"
+
+
+@pytest.mark.parametrize("settings", [DISTRIBUTED, (*OVERLAP, *GATHER), PLAIN, (*PLAIN, *OVERLAP)],
+                         ids=["distributed", "distributed_overlap", "plain", "plain_overlap"])
+@pytest.mark.parametrize("profile", ["tiny_TP2_PP1", "tiny_TP2_PP2", "tiny_TP1_PP2"])
+def test_every_training_host_in_one_run(harness: Harness, undisturbed: Undisturbed, profile: str,
+                                        settings: tuple[str, ...]) -> None:
+    run = move_and_compare(harness, undisturbed, Case(profile=profile, settings=settings), at=(4, 8, 12))
+    losses = read_run(run).series(Case(profile=profile).job_size - 1)["loss"]
+    assert np.isfinite(losses).all() and losses[-1] < losses[0], "the job learns nothing: equality would mean little"
+
+
+@pytest.mark.fast
+def test_first_middle_and_last_iteration(harness: Harness, undisturbed: Undisturbed) -> None:
+    """Before anything was trained, and for the last iteration alone."""
+    move_and_compare(harness, undisturbed, Case(), at=(0, 7, Case().iterations - 1))
+
+
+def test_moves_at_neighbouring_iterations(harness: Harness, undisturbed: Undisturbed) -> None:
+    move_and_compare(harness, undisturbed, Case(), at=(5, 6, 7))
+
+
+def test_fp16_with_overflows(harness: Harness, undisturbed: Undisturbed) -> None:
+    """The loss scale is too large at first and grows fast, so that steps are skipped before, at and after the moves."""
+    case = Case(settings=("dtype=fp16", "initial_loss_scale=2097152", "loss_scale_window=3"))
+    run = move_and_compare(harness, undisturbed, case, at=(2, 3, 9))
+    skipped = read_run(run).series(0)["skipped"].astype(bool)
+    assert skipped[:4].any() and skipped[4:].any() and not skipped.all(), f"no mix of skipped steps: {skipped}"
+
+
+@pytest.mark.parametrize("case", [
+    Case(profile="tiny_TP2_PP2", settings=("vpp=2", "sequence_parallel=true", "recompute=true",
+                                           "position_embedding=rope", *OVERLAP, *GATHER)),
+    Case(profile="tiny_TP1_PP2", settings=("dtype=fp32", "tied_embeddings=false", "dropout=0.0")),
+], ids=["interleaved_sequence_parallel_recompute_rope", "fp32_untied"])
+def test_other_forms(harness: Harness, undisturbed: Undisturbed, case: Case) -> None:
+    move_and_compare(harness, undisturbed, case, at=(4, 8, 12))

@@ -1,0 +1,132 @@
+"""However a run ends, no process of it is left; and an error that ends it is told once."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from running import Finished, Running, assert_nothing_left
+from support import LONG, Case, last_iteration, pid_of
+
+from migration.forkserver import ADDRESS_VARIABLE, ForkServer
+
+HARNESS = Path(__file__).resolve().parents[2] / "harness.py"
+CASE = Case(iterations=100_000)  # until it is ended
+TIMEOUTS = ("--orphan-timeout", "3", "--heartbeat-timeout", "3")
+BAD_TOKEN = 300
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start_mpirun(tmp_path: Path, fork_server: ForkServer) -> Iterator[Start]:
+    """start_mpirun(*args) -> Running: plain `mpirun -n 8 python harness.py ARGS --run DIR`, as a user may type it."""
+    started: list[Running] = []
+
+    def start(*args: object) -> Running:
+        mpirun = Path(sys.executable).with_name("mpirun")
+        run = tmp_path / f"mpirun{len(started)}"
+        command = [str(mpirun), "-n", "8", sys.executable, str(HARNESS), *map(str, args), "--run", str(run)]
+        started.append(Running(command, run=run, env=os.environ | {ADDRESS_VARIABLE: fork_server.address}))
+        return started[-1]
+
+    yield start
+    for job in started:
+        if job.process.poll() is None:
+            job.kill()
+        assert_nothing_left(job.run)
+
+
+@pytest.fixture(params=["np", "mpirun"])
+def start(request: pytest.FixtureRequest) -> Start:
+    """Both ways to start a run."""
+    return request.getfixturevalue("start_harness" if request.param == "np" else "start_mpirun")
+
+
+def train(start: Start, *args: str) -> Running:
+    job = start(*CASE.arguments(8), *TIMEOUTS, *args)
+    job.wait_for(lambda: last_iteration(job.run) >= 1, "iteration 1 to end")
+    return job
+
+
+def ended_badly(job: Running) -> Finished:
+    finished = job.wait(60)
+    assert finished.rc != 0
+    assert_nothing_left(job.run)
+    return finished
+
+
+@pytest.fixture
+def dataset_with_a_bad_token(tmp_path: Path) -> Path:
+    """An indexed dataset, written byte by byte, of which one window of forty has a token outside the vocabulary."""
+    num_tokens = 40 * 64 + 1
+    tokens = [i % 256 for i in range(num_tokens)]
+    tokens[17 * 64 + 5] = BAD_TOKEN
+    prefix = tmp_path / "corpus"
+    (tmp_path / "corpus.bin").write_bytes(struct.pack(f"<{num_tokens}H", *tokens))
+    uint16 = 8
+    index = struct.pack("<QBQQiqqq", 1, uint16, 1, 2, num_tokens, 0, 0, 1)  # one sequence, one document
+    (tmp_path / "corpus.idx").write_bytes(b"MMIDIDX\0\0" + index)
+    return prefix
+
+
+def test_error_of_one_process_ends_all_with_one_message(start: Start, dataset_with_a_bad_token: Path) -> None:
+    """One data-parallel rank meets the bad token, in the midst of training; the others only miss their neighbour."""
+    job = start(*Case(iterations=1000).arguments(8), "--data", dataset_with_a_bad_token)
+    finished = ended_badly(job)
+    lines = [line for line in (finished.out + finished.err).splitlines() if f"is {BAD_TOKEN}" in line]
+    assert len(lines) == 1, finished.out + finished.err
+    assert str(dataset_with_a_bad_token) in lines[0] and "vocab_size" in lines[0]
+    result = json.loads((job.run / "result.json").read_text())
+    assert result["status"] == "failed" and f"is {BAD_TOKEN}" in result["error"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_launcher_is_ended(start: Start, signum: signal.Signals) -> None:
+    """The launcher of --np, or the user's own mpirun."""
+    job = train(start)
+    job.process.send_signal(signum)
+    ended_badly(job)
+
+
+@pytest.mark.parametrize("world_rank", [0, 3], ids=["controller", "slot"])
+def test_process_is_killed(start: Start, world_rank: int) -> None:
+    """The controller, which only the time-out of the others can notice; and a process that holds a slot."""
+    job = train(start)
+    os.kill(pid_of(job.run, world_rank), signal.SIGKILL)
+    ended_badly(job)
+
+
+def test_lost_slot_is_named(start_harness: Start) -> None:
+    job = train(start_harness)
+    os.kill(pid_of(job.run, 3), signal.SIGKILL)
+    ended_badly(job)
+    result = json.loads((job.run / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert "3" in result["error"] and "b1" in result["error"], result["error"]
+
+
+def test_lost_spare_ends_nothing(start_harness: Start) -> None:
+    job = start_harness(*LONG.arguments(8), *TIMEOUTS)
+    job.wait_for(lambda: last_iteration(job.run) >= 1, "iteration 1 to end")
+    os.kill(pid_of(job.run, 7), signal.SIGKILL)
+    finished = job.wait()
+    assert finished.rc == 0, finished.err
+
+
+def test_stopped_controller_is_noticed(start_harness: Start) -> None:
+    """It lives but says nothing: whoever hears no controller for the orphan time-out ends itself."""
+    job = train(start_harness)
+    controller = pid_of(job.run, 0)
+    others = {pid_of(job.run, world_rank) for world_rank in range(1, 8)}
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        job.wait_for(lambda: not others & set(job.pids()), "all others to end", timeout_s=30)
+    finally:
+        os.kill(controller, signal.SIGKILL)
+    ended_badly(job)

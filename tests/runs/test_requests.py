@@ -1,0 +1,122 @@
+"""Moves asked for while the job runs: by command, by signal, queued, cancelled, of several hosts, of one rank."""
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from running import Finished, Running
+from support import (LONG, Case, Harness, Undisturbed, assert_equal, assert_moves, completed,  # noqa: F401
+                     last_iteration, outcomes, pid_of, refused, undisturbed, vacate)
+
+from analysis.log import read_run
+
+SEED = 20260
+FIRST_RANK = {"b0": 0, "b1": 2, "b2": 4, "b3": 6}
+
+
+def wait_for_iteration(job: Running, iteration: int) -> None:
+    job.wait_for(lambda: last_iteration(job.run) >= iteration, f"iteration {iteration} to end")
+
+
+def status(harness: Harness, job: Running) -> dict[str, Any]:
+    finished = harness("status", "--run", job.run, "--json", np=None)
+    assert finished.rc == 0, finished.err
+    return json.loads(finished.out)
+
+
+def ask(harness: Harness, job: Running, *args: str) -> Finished:
+    return harness(args[0], "--run", job.run, *args[1:], np=None)
+
+
+def num_done(job: Running) -> int:
+    """Moves that have come to their end so far."""
+    return len(read_run(job.run).moves)
+
+
+def test_random_moments(harness: Harness, start_harness: Callable[..., Running], undisturbed: Undisturbed) -> None:
+    """Another process asks whenever it likes; the last time it is a signal to a process of the host itself."""
+    rng = random.Random(SEED)
+    job = start_harness(*LONG.arguments(8))
+    wait_for_iteration(job, 1)
+    at_first = status(harness, job)
+    assert at_first["generation"] == 0 and at_first["phase"] == "TRAINING" and at_first["iteration"] >= 1
+    refused(ask(harness, job, "request", "--vacate", "nowhere"), "nowhere")  # is told to who asked, and to nobody else
+    refused(ask(harness, job, "cancel"), "cancel")
+    spare, vacated = "b3", []
+    for by_signal in (False, False, True):
+        host = rng.choice([h for h in FIRST_RANK if h != spare])
+        wait_for_iteration(job, last_iteration(job.run) + rng.randint(2, 6))
+        time.sleep(rng.random() * 0.2)  # the moment within an iteration; nothing waits for it
+        if by_signal:
+            os.kill(pid_of(job.run, FIRST_RANK[host] + rng.randint(0, 1)), signal.SIGUSR2)
+            job.wait_for(lambda: num_done(job) == 3, "the move of the signal's host to be done")
+        else:
+            finished = ask(harness, job, "request", "--vacate", host, "--wait")
+            assert finished.rc == 0, finished.err
+            assert num_done(job) == len(vacated) + 1, "--wait came back before the move was done"
+        vacated.append((host, spare))
+        spare = host
+    result = completed(job.wait())
+    assert outcomes(result) == ["COMMITTED"] * 3  # and nothing of what was refused
+    for move, (host, target) in zip(result["moves"], vacated, strict=True):
+        left = {leaver for _, leaver, _ in move["assignments"]}
+        joined = {joiner for _, _, joiner in move["assignments"]}
+        assert left == {FIRST_RANK[host], FIRST_RANK[host] + 1}
+        assert joined == {FIRST_RANK[target], FIRST_RANK[target] + 1}
+    assert_equal(LONG, undisturbed(LONG), job.run)
+
+
+def test_cancel(harness: Harness, start_harness: Callable[..., Running], undisturbed: Undisturbed) -> None:
+    """Training waits for a joiner that takes its time; the cancel releases it."""
+    case = Case()
+    job = start_harness(*case.arguments(8), *vacate("b1->b3@8"), "--slow-joiner", "10")
+    wait_for_iteration(job, 3)
+    assert ask(harness, job, "cancel").rc == 0
+    result = completed(job.wait())
+    assert outcomes(result) == ["ABORTED"] and "cancel" in result["moves"][0]["reason"]
+    assert result["generation"] == 0
+    assert_equal(case, undisturbed(case), job.run)
+
+
+def test_request_during_a_move_is_queued(harness: Harness, start_harness: Callable[..., Running],
+                                         undisturbed: Undisturbed) -> None:
+    """It asks for the host that the move under way is only about to free: at once it couldn't be done."""
+    job = start_harness(*LONG.arguments(8), *vacate("b1->b3@8"), "--slow-joiner", "5")
+    wait_for_iteration(job, 1)
+    assert ask(harness, job, "request", "--vacate", "b0->b1").rc == 0
+    under_way = status(harness, job)
+    assert under_way["phase"] != "TRAINING" and under_way["queued"] == ["b0->b1"], under_way
+    result = completed(job.wait())
+    assert [(move["request"], move["outcome"]) for move in result["moves"]] == [("b1->b3@8", "COMMITTED"),
+                                                                               ("b0->b1", "COMMITTED")]
+    assert [move["assignments"] for move in result["moves"]] == [[[2, 2, 6], [3, 3, 7]], [[0, 0, 2], [1, 1, 3]]]
+    assert_equal(LONG, undisturbed(LONG), job.run)
+
+
+def test_several_hosts_at_once_and_a_single_rank(harness: Harness, undisturbed: Undisturbed) -> None:
+    """A host gives one of its two slots to a host that was vacated before."""
+    case = Case()
+    finished = harness(*case.arguments(10), *vacate("b0,b1->b3,b4@4", "b2:0->b1@8"), np=10)
+    result = completed(finished)
+    assert_moves(result, [(4, [[0, 0, 6], [1, 1, 7], [2, 2, 8], [3, 3, 9]]), (8, [[4, 4, 2]])])
+    assert_equal(case, undisturbed(case), finished.run)
+
+
+def test_plan_says_it_beforehand(harness: Harness) -> None:
+    """Without a job: who moves where, and the groups rebuilt and kept."""
+    finished = harness("plan", "--profile", "tiny_TP2_PP1", "--hosts", "b0,b1,b2,b3", "--np", "8", "--vacate", "b1",
+                       np=None)
+    assert finished.rc == 0, finished.err
+    for word in ("b1", "b3", "rebuilt", "kept"):
+        assert word in finished.out, finished.out
+
+
+def test_list_profiles(harness: Harness) -> None:
+    finished = harness("--list-profiles", np=None)
+    assert finished.rc == 0, finished.err
+    assert all(name in finished.out for name in ("tiny_TP2_PP1", "tiny_TP1_PP2", "20B_TP4_PP2", "39B_TP4_PP2"))
