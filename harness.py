@@ -78,8 +78,9 @@ def run_process(argv: list[str]) -> int:
             sys.stderr.write(f"harness: {error}\n")
         return end(2)
     marks["mpi"] = clock()
-    from migration.process import Process, load
-    load()
+    from migration.preload import preload
+    preload()
+    from migration.process import Process
     marks["import"] = clock()
     process = Process(config, started, world, clock, print_report)
     process.add_marks(marks)

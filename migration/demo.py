@@ -34,7 +34,7 @@ def demo(argv: list[str]) -> int:
     common = ["harness.py", "--np", "8", "--profile", "tiny_TP2_PP1", "--hosts", "b0,b1,b2,b3",
               "--set", f"iterations={args.iterations}"]
     moves = ["--vacate", f"b1@{first}", "--vacate", f"b0->b1@{second}"]
-    with ForkServer(preload="migration.job:preload", entry="harness:run_process") as server:
+    with ForkServer(preload="migration.preload:preload", entry="harness:run_process") as server:
         _step("1. Train on hosts b0, b1, b2, two processes each; b3 is the spare host", [*common, "--run", str(still)],
               server.address)
         _step(f"2. The same, but b1 moves to b3 at iteration {first}, then b0 (with world rank 0) to b1 at {second}",

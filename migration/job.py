@@ -1,7 +1,7 @@
 """The training job of one slot: model, optimizer, data cursor, `run_iteration`. megatron-core unmodified.
 
-Nothing here knows of moves; a joiner builds the same Job in a sandbox. `preload()` must come before any other import
-of megatron in the process, since device.py has to be installed first.
+Nothing here knows of moves; a joiner builds the same Job in a sandbox. preload.py must have run before this is
+imported, since device.py has to be installed before megatron.
 """
 from __future__ import annotations
 
@@ -16,19 +16,6 @@ from migration import device
 from migration.config import Config
 from migration.data import DataCursor, Samples
 from migration.groups import Groups
-
-
-def preload() -> None:
-    """Install the device shim where there is no CUDA, then import what a process needs (2.5 s, once)."""
-    import logging
-    import warnings
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch)\..*")
-    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # says that it exists
-    if device.install():
-        torch.set_num_threads(1)
-    import migration.model  # noqa: F401
-    import megatron.core.pipeline_parallel  # noqa: F401
 
 
 @dataclass(slots=True, kw_only=True)

@@ -35,7 +35,7 @@ _RESULT_GRACE_S = 20.0  # from result.json to the end of the last process
 
 
 def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_imports: bool = True,
-           program: Path = _HARNESS, preload: str = "migration.job:preload", entry: str = "harness:run_process") -> int:
+           program: Path = _HARNESS, preload: str = "migration.preload:preload", entry: str = "harness:run_process") -> int:
     """Runs `program` with `argv` in `num_processes` processes; returns the exit code of the run.
 
     argv already contains `--run run_dir` and no `--np`. 0: the run says it completed, 1: it failed or left no result,

@@ -24,11 +24,6 @@ from migration.world import Record, World
 _START_TIMEOUT_S = 300.0  # for the first generation: processes come up at different times
 
 
-def load() -> None:
-    """The heavy imports, in the order that the device shim needs."""
-    job.preload()
-
-
 class Process:
     """What every process of a run has: its log, its groups, its part in moves, and perhaps the controller's role."""
 

@@ -14,5 +14,5 @@ from migration.forkserver import ForkServer
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    with ForkServer(preload="migration.job:preload", entry="harness:run_process") as server:
+    with ForkServer(preload="migration.preload:preload", entry="harness:run_process") as server:
         yield server

@@ -15,7 +15,8 @@ import numpy as np
 from migration.config import Config, validate
 from migration.data import Samples
 from migration.groups import Groups
-from migration.job import Job, close_job, open_groups, preload
+from migration.job import Job, close_job, open_groups
+from migration.preload import preload
 
 TINY = {"profile": "test", "dp": 1, "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8,
         "vocab_size": 32, "micro_batch_size": 1, "initial_loss_scale": 1024.0, "loss_scale_window": 2}

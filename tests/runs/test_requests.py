@@ -42,11 +42,6 @@ def test_random_moments(harness: Harness, start_harness: Callable[..., Running],
     """Another process asks whenever it likes; the last time it is a signal to a process of the host itself."""
     rng = random.Random(SEED)
     job = start_harness(*LONG.arguments(8))
-    wait_for_iteration(job, 1)
-    at_first = status(harness, job)
-    assert at_first["generation"] == 0 and at_first["phase"] == "TRAINING" and at_first["iteration"] >= 1
-    refused(ask(harness, job, "request", "--vacate", "nowhere"), "nowhere")  # is told to who asked, and to nobody else
-    refused(ask(harness, job, "cancel"), "cancel")
     spare, vacated = "b3", []
     for by_signal in (False, False, True):
         host = rng.choice([h for h in FIRST_RANK if h != spare])
@@ -62,13 +57,26 @@ def test_random_moments(harness: Harness, start_harness: Callable[..., Running],
         vacated.append((host, spare))
         spare = host
     result = completed(job.wait())
-    assert outcomes(result) == ["COMMITTED"] * 3  # and nothing of what was refused
+    assert outcomes(result) == ["COMMITTED"] * 3
     for move, (host, target) in zip(result["moves"], vacated, strict=True):
         left = {leaver for _, leaver, _ in move["assignments"]}
         joined = {joiner for _, _, joiner in move["assignments"]}
         assert left == {FIRST_RANK[host], FIRST_RANK[host] + 1}
         assert joined == {FIRST_RANK[target], FIRST_RANK[target] + 1}
     assert_equal(LONG, undisturbed(LONG), job.run)
+
+
+def test_what_is_refused_changes_nothing(harness: Harness, start_harness: Callable[..., Running]) -> None:
+    """A wrong request is told to who asked, and to nobody else."""
+    job = start_harness(*Case(iterations=100_000).arguments(8))  # the fixture ends it
+    wait_for_iteration(job, 1)
+    refused(ask(harness, job, "request", "--vacate", "nowhere"), "nowhere")
+    refused(ask(harness, job, "request", "--vacate", "b0,b1"), "b0,b1", "spare")
+    refused(ask(harness, job, "cancel"), "cancel")
+    found = status(harness, job)
+    assert (found["phase"], found["generation"], found["queued"]) == ("TRAINING", 0, [])
+    assert num_done(job) == 0
+    wait_for_iteration(job, found["iteration"] + 2)
 
 
 def test_cancel(harness: Harness, start_harness: Callable[..., Running], undisturbed: Undisturbed) -> None:

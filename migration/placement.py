@@ -1,0 +1,46 @@
+"""Which GPU a process takes and which host NCCL believes it is on. Pure; `apply` puts it into the environment.
+
+Several virtual hosts may share a machine, and several processes a GPU. Processes of one machine take its GPUs in turn.
+NCCL tells hosts apart by NCCL_HOSTID: with one id per virtual host, traffic between them really leaves the fast path.
+NCCL refuses two ranks of one host id on one GPU, so where a host's processes share a GPU each gets an id of its own.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# what else NCCL and CUDA are told, unless the user says otherwise
+DEFAULTS = {
+    "NCCL_NVLS_ENABLE": "0",  # its set-up blocks where it can't be aborted, and parking doesn't free it
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of kernels under tensor parallelism
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # equal bits from run to run
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """`device` is an index on the machine; `host_id` is None where NCCL's own idea of a host is right."""
+
+    device: int
+    host_id: str | None
+    shares_gpu: bool  # with another process of its host
+
+
+def place(machines: Sequence[str], hosts: Sequence[str], rank: int, num_gpus: int) -> Placement:
+    """The placement of `rank`. `machines` and `hosts` are per world rank, `num_gpus` are those of its machine."""
+    on_machine = [r for r, machine in enumerate(machines) if machine == machines[rank]]
+    devices = {r: i % num_gpus for i, r in enumerate(on_machine)}
+    same_host = [r for r in on_machine if hosts[r] == hosts[rank]]
+    shares = len({devices[r] for r in same_host}) < len(same_host)
+    is_virtual = len({hosts[r] for r in on_machine}) > 1
+    host_id = f"{hosts[rank]}-{same_host.index(rank)}" if shares else hosts[rank] if is_virtual else None
+    return Placement(device=devices[rank], host_id=host_id, shares_gpu=shares)
+
+
+def apply(placement: Placement) -> None:
+    """Set the environment; must come before NCCL or CUDA is started in this process."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if placement.host_id is not None:
+        os.environ["NCCL_HOSTID"] = placement.host_id

@@ -1,0 +1,34 @@
+"""The heavy imports of a process, once and in the order that they need. Imports nothing itself.
+
+First what must stand before torch (the environment of CUDA and NCCL, the NCCL overlay where there is a GPU), then the
+device shim where there is none, then megatron. 2.5 s on a quiet machine; forkserver.py pays for it once per run.
+"""
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+
+from migration.placement import DEFAULTS
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU, without asking CUDA: a process that forks later must not start it."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def preload() -> None:
+    """Import torch and megatron-core. The first thing in a process that imports either."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch)\..*")
+    for name in ("megatron.core.rerun_state_machine", "megatron.core.models.gpt.gpt_model"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # the one says that it exists, the other that it is old
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    from migration import device
+    if device.install():
+        import torch
+        torch.set_num_threads(1)
+    import megatron.core.pipeline_parallel  # noqa: F401
+    import migration.model  # noqa: F401
