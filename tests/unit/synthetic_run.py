@@ -71,7 +71,7 @@ def build_iteration(iteration: int, slot: int, origin_s: float, *, move: bool, s
             "time_s": ITERATION_S * (3 if iteration == 0 else 1) + 0.01 * slot + (SLOWER_S if preparing else 0.0),
             "loss": 5.0 / (iteration + 1) if slot >= 4 else None, "grad_norm": 1.0 + iteration / 7, "skipped": 0,
             "consumed_samples": 12 * iteration, "samples": f"{iteration:08x}{slot:08x}", "num_groups": 8,
-            "rss_bytes": 300_000_000 + 1_000_000 * (slot + 10 * preparing),
+            "rss_bytes": 30_000_000_000 + 100_000_000 * (slot + 10 * preparing),  # above any test process
             "disturbed": preparing or pause_s > 0}
 
 

@@ -22,7 +22,7 @@ def test_the_table_of_a_committed_move(tmp_path: Path) -> None:
                  "  downtime     20.0 ms   job-wide",
                  "    PREPARING  prepare_groups      2.00 s   w7 b3      of 8",
                  "    slot 2   w2 b1 -> w6 b3  SWITCHING       3 MB in 8.00 ms, 0.375 GB/s",
-                 "    leaver  resident     302 MB -> 312 MB  +10.0 MB   w2 b1 of 2",
+                 "    leaver  resident    30.2 GB -> 31.2 GB  +1000.0 MB   w2 b1 of 2",
                  "  process groups: 5 rebuilt, 3 kept",
                  "  first iteration after the switch: 550 ms, undisturbed median 550 ms (1.00 x)",
                  "run: tiny_TP2_PP1, completed",
