@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from migration.config import Config
@@ -39,6 +40,9 @@ class Actions:
         self._watch = Watch(world.size, beat_s=_BEAT_S, heartbeat_timeout_s=options.heartbeat_timeout_s)
         self._server = RequestServer(options.run, address, term, world.rank)
         self._store: Any = None  # of the generation being built; dropping it ends every member's wait on it
+        self._store_coming: Future[Any] | None = None
+        self._when_store_comes: Callable[[], None] = lambda: None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._current: Pending | None = None
         self._move: MoveRecord | None = None
         self._positions: dict[int, int] = {}
@@ -75,17 +79,32 @@ class Actions:
         self._act(actions)
         return actions
 
+    def _start_store(self, then: Callable[[], None]) -> None:
+        """On a thread of its own: torch asks the name server about each address, which can take seconds."""
+        self._store_coming, self._when_store_comes = self._pool.submit(start_store, self._address), then
+
+    def _take_store(self) -> None:
+        """At every poll: go on when the store has come."""
+        if self._store_coming is not None and self._store_coming.done():
+            self._store, self._store_coming = self._store_coming.result(), None
+            self._when_store_comes()
+
+    def _drop_store(self) -> None:
+        self._store = self._store_coming = None
+
     def _send_prepare(self) -> None:
-        assert self._tally.plan is not None
-        self._store = start_store(self._address)
         self._watch.set_deadline(self.options.prepare_deadline_s, "preparation")
+        self._start_store(self._tell_to_prepare)
+
+    def _tell_to_prepare(self) -> None:
+        assert self._tally.plan is not None
         self._to_members("PREPARE", plan=self._tally.plan.to_json(), generation=self._tally.generation + 1,
                          store=[self._address, self._store.port], timeout_s=self.options.prepare_deadline_s)
 
     def _propose_position(self) -> None:
         """Two iterations past the furthest slot, but not before the one that was asked for."""
         assert self._current is not None
-        self._store = None
+        self._drop_store()
         last = self.options.last_iteration(self.config.iterations) - 1
         before = self._tally.position
         if self._current.hold is not None and before is None:
@@ -112,7 +131,7 @@ class Actions:
 
     def _send_abort(self) -> None:
         assert self._current is not None
-        self._store = None
+        self._drop_store()
         self._watch.set_deadline(self.options.switch_deadline_s, "the acknowledgement of the abort")
         self._say(f"move {self._current.text} aborted: {self._tally.reason}")
         self._to_members("ABORT", reason=self._tally.reason, release=self._hold_to_release())
@@ -172,4 +191,5 @@ class Actions:
             self.timeline.close()  # HDF5 doesn't let a process read the file that it writes
             self._on_end(self.options.run)
         # plain mpirun calls it a failure if a process ends without MPI_Finalize, which needs every process
-        self._broadcast("END", code=int(error is not None), finalize=error is None and not self._tally.roster.lost)
+        finalize = error is None and not self._tally.roster.lost
+        self._broadcast("END", code=int(error is not None), finalize=finalize)

@@ -11,7 +11,6 @@ from typing import Any
 from migration.actions import Actions
 from migration.config import Config
 from migration.errors import UserError
-from migration.groups import start_store
 from migration.move import MoveTally, Report
 from migration.options import Options
 from migration.plan import Roster, parse_vacate, plan_move
@@ -47,8 +46,7 @@ class Controller(Actions):
     def _on_ready(self, record: Record) -> None:
         self._ready.add(record["from"])
         if len(self._ready) == self.world.size:
-            self._store = start_store(self._address)
-            self._broadcast("START", store=[self._address, self._store.port])
+            self._start_store(lambda: self._broadcast("START", store=[self._address, self._store.port]))
 
     def _on_started(self, record: Record) -> None:
         self._started.add(record["from"])
@@ -104,6 +102,7 @@ class Controller(Actions):
 
     def on_tick(self, now_s: float) -> None:
         """Called at every poll of the control thread."""
+        self._take_store()
         if self._watch.is_beat_due(now_s) and self.successor is None:
             self._broadcast("BEAT")
             for rank, silent_s in self._watch.silent(now_s):

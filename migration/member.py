@@ -28,6 +28,9 @@ from migration.timeline import Timeline
 from migration.world import Record, World
 
 
+_LAST_SENDS_S = 1.0
+
+
 class Member:
     """One process of the world, with a slot or as a spare."""
 
@@ -43,6 +46,7 @@ class Member:
         self._holds: set[int] = set()
         self._last_heard_s = time.monotonic()
         self._vacate_own_host = False
+        self._ending: tuple[float, int] | None = None
         self.faults = Faults(options.faults, self._on_fault)
 
     @property
@@ -87,6 +91,8 @@ class Member:
         if self._vacate_own_host:
             self._vacate_own_host = False
             self.tell("VACATE_MY_HOST")
+        if self._ending is not None and now_s > self._ending[0]:
+            self.end_process("", self._ending[1])
         if now_s - self._last_heard_s > self.options.orphan_timeout_s:
             self.timeline.add_event("orphan", f"no word of the controller (world rank {self.controller})")
             self.end_process(f"world rank {self.world.rank} has heard no controller (world rank {self.controller}) for "
@@ -114,7 +120,9 @@ class Member:
         if record["finalize"]:
             self.timeline.close()
             self.world.finalize()
-        self.end_process("", record["code"])
+            self.end_process("", record["code"])
+        # MPI may still hold what this process has sent, such as everybody's END: keep it going for a while
+        self._ending = (time.monotonic() + _LAST_SENDS_S, record["code"])
 
     def _on_prepare(self, record: Record) -> None:
         plan = MovePlan.from_json(record["plan"])

@@ -5,11 +5,15 @@ cores). Must not import torch or MPI: the process that launches runs stays light
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from migration.forkserver import ForkServer
+
+# torch's stores ask the name server about 127.0.0.1; one that loses a query costs 5 s, and a test its deadline
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ OPERATION_TIMEOUT_S = 1800.0  # of a collective in training: an iteration may be
 class Communicator(ABC):
     """The members of one process group, connected or about to be. `inner` is what a handle forwards to."""
 
+    probes_when_prepared = True  # False where a probe would connect: then it comes with `activate`
+
     def __init__(self, name: str, slots: tuple[int, ...], group_rank: int) -> None:
         self.name = name
         self.slots = slots

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PURE = ("errors", "config", "topology", "sizes", "profiles", "plan", "plan_report", "protocol")
+PURE = ("errors", "config", "topology", "sizes", "profiles", "plan", "plan_report", "protocol",
+        "move", "options", "schedule", "watch", "placement", "faults")
 BLOCKED = ("torch", "mpi4py", "h5py", "megatron", "psutil", "matplotlib")
 
 PROGRAM = """
