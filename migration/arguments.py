@@ -70,6 +70,11 @@ def build_parser() -> Parser:
                        "(default: %(default)s)")
     moves.add_argument("--require-bitwise", action="store_true", help="abort a move after which sums would have other "
                        "bits, instead of saying so")
+    moves.add_argument("--nccl-switch", default="auto", choices=("auto", "connected", "parked"), help="on GPUs: keep "
+                       "old and new communicators connected side by side, or park the old ones to make room (NCCL "
+                       "2.30.3); auto takes what memory allows (default: %(default)s)")
+    moves.add_argument("--connect", default="boundary", choices=("boundary", "background"), help="on GPUs: connect new "
+                       "communicators in the pause, or ahead on the prepare thread (default: %(default)s)")
     limits = parser.add_argument_group("deadlines, in seconds")
     for name, default, text in (
             ("prepare-deadline", 300.0, "from the request to all prepared; then the move aborts"),
@@ -112,5 +117,5 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         hold=args.hold, lead=args.lead, prepare_deadline_s=args.prepare_deadline,
         switch_deadline_s=args.switch_deadline, heartbeat_timeout_s=args.heartbeat_timeout,
         orphan_timeout_s=args.orphan_timeout, require_bitwise=args.require_bitwise, faults=tuple(args.fault),
-        save_at=args.save_at,
+        save_at=args.save_at, switch=args.nccl_switch, connect_ahead=args.connect == "background",
         load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state), slow_joiner_s=args.slow_joiner)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from migration.config import Config
 from migration.data import Samples, open_source
 from migration.errors import UserError
 from migration.options import Options
-from migration.plan import Roster, initial_roster
+from migration.plan import Roster, check_moves, initial_roster
 from migration.versions import collect_versions
 from migration.world import World, own_address, own_host
 
@@ -41,11 +42,13 @@ def bring_up(world: World, config: Config, options: Options) -> Started:
         found.append(Samples(open_source(config.data, config.vocab_size), config.seq_length, config.seed))
         if rank == 0:
             _claim_run_folder(config, options)
-        return {"host": own_host(rank, size, list(options.hosts)), "address": own_address(), "run": options.run,
-                "data": found[0].source.digest, "versions": collect_versions()}
+        return {"host": own_host(rank, size, list(options.hosts)), "machine": socket.gethostname(),
+                "address": own_address(), "run": options.run, "data": found[0].source.digest,
+                "versions": collect_versions()}
 
     world.start(hello)
     roster = initial_roster(tuple(h["host"] for h in world.hellos), config)
+    check_moves(roster, options.vacate)
     _compare(world)
     one_machine = len({h["address"] for h in world.hellos}) == 1
     return Started(options=dataclasses.replace(options, run=world.hellos[0]["run"]), samples=found[0], roster=roster,

@@ -13,8 +13,9 @@ from typing import Any
 from migration.arguments import DEFAULT_PROFILE, Parser, build_parser, parse_run
 from migration.config import apply_settings
 from migration.errors import UserError
-from migration.plan import initial_roster, parse_vacate, spread_hosts
+from migration.plan import check_moves, initial_roster, parse_vacate, spread_hosts
 from migration.plan_report import describe_plan, plan_as_dict
+from migration.preload import has_gpu
 from migration.profiles import describe_profiles, get_profile
 from migration.requests import send_request
 
@@ -35,12 +36,13 @@ def launch_run(argv: list[str]) -> int:
     if args.np < 1:
         raise UserError(f"--np {args.np}: must be at least 1")
     hosts = spread_hosts(options.hosts, args.np) if options.hosts else tuple(f"r{i}" for i in range(args.np))
-    initial_roster(hosts, config)
+    check_moves(initial_roster(hosts, config), options.vacate)
     rank_argv = [a for i, a in enumerate(argv) if not a.startswith("--np") and (i == 0 or argv[i - 1] != "--np")]
     rank_argv = [a for a in rank_argv if a != "--no-shared-imports"]
     if not args.run:
         rank_argv += ["--run", options.run]
-    return launch(args.np, rank_argv, run_dir=Path(options.run), share_imports=not args.no_shared_imports)
+    share = not args.no_shared_imports and not has_gpu()  # CUDA's libraries start a thread, which a fork can't take along
+    return launch(args.np, rank_argv, run_dir=Path(options.run), share_imports=share)
 
 
 def _request(argv: list[str]) -> int:

@@ -5,6 +5,7 @@ role goes to a process that holds a slot, under a new term. Control thread only,
 """
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ from migration.timeline import Timeline
 from migration.world import Record, World
 
 
+_LOOK_AROUND_S = 1.8  # more than three heartbeats
+
+
 class Controller(Actions):
     """Decides; there is one at a time, and each of its records carries its term."""
 
@@ -31,6 +35,7 @@ class Controller(Actions):
         self._ready: set[int] = set()
         self._started: set[int] = set()
         self._finished: set[int] = set()
+        self._fatal: tuple[float, str] | None = None  # when to end the job, and why
 
     # ---- records in
 
@@ -69,7 +74,17 @@ class Controller(Actions):
             self._take_event(Event.JOB_ENDED, "training ended before the move could take effect")
 
     def _on_fatal(self, record: Record) -> None:
-        self._end_job(record["message"])
+        """A process can't go on. Often because another one is gone: a moment later its silence tells which."""
+        if self._fatal is None:
+            self._fatal = (time.monotonic() + _LOOK_AROUND_S, record["message"])
+
+    def _end_fatally(self, now_s: float) -> None:
+        assert self._fatal is not None
+        roster = self._tally.roster
+        silent = [f"world rank {r} on {roster.hosts[r]}" for r, silent_s in self._watch.silent_for(now_s, _LOOK_AROUND_S)
+                  if r not in roster.lost]
+        first = f"{' and '.join(silent)} died or can't be reached; first seen by " if silent else ""
+        self._end_job(first + self._fatal[1])
 
     def _on_fault(self, record: Record) -> None:
         self._record.fault(record)
@@ -96,7 +111,8 @@ class Controller(Actions):
         self._positions[member] = max(self._positions.get(member, -1), position)
         if self._move is not None and record["move"] == self._tally.number:
             self._move.take(report, record, self.timeline.clock())
-        self._act(self._tally.report(report, member, record["move"], record["value"]))
+        self._act(self._tally.report(report, member, record["move"], record["value"],
+                                     record.get("probes")))
 
     # ---- the clock
 
@@ -107,6 +123,8 @@ class Controller(Actions):
             self._broadcast("BEAT")
             for rank, silent_s in self._watch.silent(now_s):
                 self._lose(rank, f"not heard for {silent_s:.1f} s")
+        if not self._ended and self._fatal is not None and now_s > self._fatal[0]:
+            self._end_fatally(now_s)
         if not self._ended and (reason := self._watch.pop_expired(now_s)) is not None:
             self._expire(reason)
         if not self._ended and self.successor is None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from migration.errors import MoveFailed, UserError
 
+_KILL_AFTER_S = 0.5
+
 KINDS = ("raise", "kill", "hang", "corrupt", "cancel")
 PHASES = ("PREPARING", "READY", "SWITCHING")
 
@@ -56,7 +58,7 @@ class Faults:
     def fire(self, phase: str, slot: int, move: int) -> str:
         """Called at a joiner's fault point. Returns the kind for the caller to act on: hang, corrupt, cancel, or ''.
 
-        Raises InjectedFault for `raise`; doesn't return for `kill`.
+        Raises InjectedFault for `raise`; `kill` is a hang that ends soon.
         """
         with self._lock:
             due = next((f for f in self._waiting if f.phase == phase and f.slot == slot and f.move in (None, move)), None)
@@ -67,8 +69,9 @@ class Faults:
         if due.kind == "raise":
             raise InjectedFault(f"fault {due.text}")
         if due.kind == "kill":
-            time.sleep(0.2)  # the record of the fault leaves first
-            os.kill(os.getpid(), signal.SIGKILL)
+            # a little later and from a thread of its own, so that the control thread can send the fault's record
+            threading.Timer(_KILL_AFTER_S, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            return "hang"
         return due.kind
 
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 import gc
 import queue
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from migration.communicators.base import Communicator
-from migration.communicators.gloo import GlooCommunicator
+from migration.communicators.makers import GlooMaker, Maker
 from migration.communicators.sandbox import SandboxCommunicator
 from third_party.pytorch import process_group as wiring
 
@@ -39,12 +40,12 @@ def connect_store(address: tuple[str, int], timeout_s: float) -> dist.TCPStore:
 class Groups:
     """Every handle of this process, their live communicators, and those of the generation being prepared.
 
-    One object in a process, since torch keeps a backend's creator for ever. `communicator_class` makes the real ones.
+    One object in a process, since torch keeps a backend's creator for ever. `maker` makes the real ones.
     """
 
-    def __init__(self, device: torch.device, communicator_class: type[Communicator] = GlooCommunicator) -> None:
+    def __init__(self, device: torch.device, maker: Maker | None = None) -> None:
         self.device = device
-        self._class = communicator_class
+        self._maker = maker or GlooMaker()
         self.handles: dict[str, wiring.MigratableGroup] = {}
         self._live: dict[str, Communicator] = {}
         self._next: dict[str, Communicator] = {}
@@ -89,22 +90,30 @@ class Groups:
         found = [h for h in self.handles.values() if h.size() > 1 and wanted.intersection(h.slots)]
         return sorted(found, key=lambda h: (len(h.name), h.name))  # torch's names are running numbers
 
-    def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float,
-                on_built: Callable[[str], None] = lambda name: None) -> str:
+    def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float) -> str:
         """Stage 1: build the next generation's communicators of the groups touched by `slots`, one after the other.
 
         Collective over each group. Runs on the prepare thread beside training. Returns the digest of the adversarial
         reductions on them. Raises RuntimeError when a member doesn't come in `timeout_s` or the move is aborted.
         """
         assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"
-        digests = []
+        handles = self.touched(slots)
+        with self._maker.background():
+            for handle in handles:
+                communicator = self._maker.make(f"g{generation}/{handle.name}", handle.slots, handle.rank(),
+                                                num_groups=len(handles))
+                communicator.prepare(store, timeout_s)
+                self._next[handle.name] = communicator
+                self._maker.connect_ahead(communicator)
+                if communicator.probes_when_prepared:
+                    communicator.probe(self.device)
+        return _join(self._next.values(), when_prepared=True)
+
+    def learn_switches(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float) -> None:
+        """A leaver's part in stage 1: what the others will do with the communicators it shares with them."""
         for handle in self.touched(slots):
-            communicator = self._class(f"g{generation}/{handle.name}", handle.slots, handle.rank())
-            communicator.prepare(store, timeout_s)
-            self._next[handle.name] = communicator
-            digests.append(communicator.probe(self.device))
-            on_built(handle.name)
-        return " ".join(digests)
+            self._live[handle.name].switch = self._maker.agreed_switch(
+                f"g{generation}/{handle.name}", handle.slots, store, time.monotonic() + timeout_s)
 
     def prepare_pair(self, name: str, store: dist.Store, group_rank: int, timeout_s: float,
                      operation_timeout_s: float) -> Communicator:
@@ -112,8 +121,10 @@ class Groups:
 
         The caller owns it; `release_pair` frees it.
         """
-        communicator = self._class(name, (0, 1), group_rank)
+        communicator = self._maker.make_pair(name, group_rank)
         communicator.prepare(store, timeout_s, operation_timeout_s)
+        with self._maker.background():
+            communicator.activate()
         return communicator
 
     def release_pair(self, communicator: Communicator) -> None:
@@ -121,14 +132,30 @@ class Groups:
 
     def live_probe(self, slots: Iterable[int]) -> str:
         """The same digest, of the live communicators of those groups, kept since they were built."""
-        return " ".join(self._live[h.name].probe_digest for h in self.touched(slots))
+        return _join((self._live[h.name] for h in self.touched(slots)), when_prepared=True)
 
-    def activate(self) -> None:
-        """Stage 2, at the boundary. Collective over each prepared group, where the communicator connects then."""
+    def activate(self) -> tuple[str, str]:
+        """Stage 2, at the boundary: park the old communicators and activate the new ones, group by group.
+
+        Collective over each group, where it parks or connects. Returns the (old, new) probe digests of communicators
+        that are probed only now; empty if there are none.
+        """
+        old = _join((self._live[name] for name in self._next if name in self._live), when_prepared=False)
         for name, communicator in self._next.items():
             if name in self._live:
+                self._live[name].switch = communicator.switch
                 self._live[name].park()
             communicator.activate()
+            if not communicator.probes_when_prepared:
+                communicator.probe(self.device)
+        return old, _join(self._next.values(), when_prepared=False)
+
+    def park(self, slots: Iterable[int]) -> str:
+        """A leaver's part in stage 2: park what the others park. Collective over each group. Returns the old probes."""
+        touched = [self._live[h.name] for h in self.touched(slots)]
+        for communicator in touched:
+            communicator.park()
+        return _join(touched, when_prepared=False)
 
     def adopt(self) -> tuple[int, int]:
         """The commit: handles point to the next generation. Returns (rebuilt, kept) groups.
@@ -151,8 +178,9 @@ class Groups:
     def _fill_solo_groups(self) -> None:
         """Groups of one share one communicator for the life of the process: nobody else is in them."""
         if self._solo is None:
-            self._solo = self._class("solo", (0,), 0)
+            self._solo = self._maker.make("solo", (0,), 0, num_groups=1)
             self._solo.prepare(dist.HashStore(), 60.0)
+            self._solo.activate()
         for handle in self.handles.values():
             if handle.size() == 1:
                 handle.inner = self._solo.inner
@@ -161,11 +189,10 @@ class Groups:
         """After everybody has acknowledged the commit: close the old generation in the background, in one order."""
         self._closer.release()
 
-    def resume(self) -> None:
-        """The move aborted at the boundary: the live communicators go on."""
-        for name in self._next:
-            if name in self._live:
-                self._live[name].resume()
+    def resume(self, slots: Iterable[int]) -> None:
+        """The move aborted at the boundary: the live communicators go on. Collective over each group that was parked."""
+        for handle in self.touched(slots):
+            self._live[handle.name].resume()
 
     def discard(self) -> None:
         """The move aborted: close what was prepared, in the background."""
@@ -175,6 +202,10 @@ class Groups:
     def shutdown(self) -> None:
         """Close everything at the end of the run and wait for it."""
         self._closer.stop()
+
+
+def _join(communicators: Iterable[Communicator], *, when_prepared: bool) -> str:
+    return " ".join(c.probe_digest for c in communicators if c.probes_when_prepared is when_prepared)
 
 
 class _Closer:

@@ -12,17 +12,20 @@ imports mpiexec never sees anybody leave before the last one has ended (see fork
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from migration.errors import UserError
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
@@ -58,10 +61,24 @@ def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_impo
             environment[ADDRESS_VARIABLE] = server.address
         # Its own session: Ctrl-C comes to the launcher only, which ends the job in order. If the launcher is killed,
         # the kernel kills mpiexec, whose proxies then end their processes.
-        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
-                               preexec_fn=die_with_parent)
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment,
+                               start_new_session=True, preexec_fn=die_with_parent)
+        errors = threading.Thread(target=_pass_on, args=(job.stderr, run_dir / "mpiexec.log"), daemon=True)
+        errors.start()
         signum = _wait(job, result)
+        errors.join(_TERM_GRACE_S)
     return 128 + signum if signum else _verdict(result)
+
+
+def _pass_on(errors: IO[bytes], own: Path) -> None:
+    """Standard error of the job, less what mpiexec says about itself: with these flags it complains after good runs."""
+    for line in errors:
+        if line.startswith((b"[mpiexec@", b"[proxy:")):
+            with contextlib.suppress(OSError), own.open("ab") as log:  # the folder may not be there yet, or any more
+                log.write(line)
+        else:
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
 
 
 def _find_mpiexec() -> Path:

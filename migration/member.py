@@ -50,6 +50,11 @@ class Member:
         self.faults = Faults(options.faults, self._on_fault)
 
     @property
+    def is_ending(self) -> bool:
+        """Whether the controller has ended the run."""
+        return self._ending is not None
+
+    @property
     def position(self) -> int:
         """The iteration that the training thread is at, -1 without a slot."""
         return self._position

@@ -108,8 +108,12 @@ class MoveTally:
         """After a loss: perhaps nobody is waited for any more."""
         return self.event(Event.ALL_ACKNOWLEDGED) if not self._waiting else ()
 
-    def report(self, report: Report, member: int, number: int, value: object = None) -> tuple[Action, ...]:
-        """Take a member's report on move `number`; returns what to do."""
+    def report(self, report: Report, member: int, number: int, value: object = None,
+               probes: tuple[str | None, str | None] | None = None) -> tuple[Action, ...]:
+        """Take a member's report on move `number`; returns what to do.
+
+        `probes`: (old, new) digests that came with VERIFIED, where communicators are probed only then.
+        """
         if number != self.number or self.plan is None:
             return ()
         if report is Report.FAILED:
@@ -126,13 +130,14 @@ class MoveTally:
             self._probes[member] = value
         if report is Report.VERIFIED:
             self._digests[member] = value
+            self._probes[member] = probes or self._probes[member]
         self._waiting.discard(member)
         return self._all_reported(report) if not self._waiting else ()
 
     def _all_reported(self, report: Report) -> tuple[Action, ...]:
-        if report is Report.PREPARED:
+        if report in (Report.PREPARED, Report.VERIFIED):  # Gloo's are probed when prepared, NCCL's when connected
             different = self._slots_with_other_sums()
-            self.bits_kept = not different
+            self.bits_kept = self.bits_kept and not different
             if different and self._require_bitwise:
                 return self.event(Event.DIGEST_DIFFERS,
                                   f"sums on the new communicators differ in their bits at slots {different}")

@@ -1,4 +1,4 @@
-"""Which GPU a process takes and which host NCCL believes it is on. Pure; `apply` puts it into the environment.
+"""Which GPU a process takes and which host NCCL believes it is on. Pure: process.py puts it into the environment.
 
 Several virtual hosts may share a machine, and several processes a GPU. Processes of one machine take its GPUs in turn.
 NCCL tells hosts apart by NCCL_HOSTID: with one id per virtual host, traffic between them really leaves the fast path.
@@ -6,7 +6,6 @@ NCCL refuses two ranks of one host id on one GPU, so where a host's processes sh
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",  # its set-up blocks where it can't be aborted, and parking doesn't free it
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of kernels under tensor parallelism
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch asks NVML for GPUs: CUDA, once started, doesn't survive a fork
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # equal bits from run to run
 }
 
@@ -36,11 +36,3 @@ def place(machines: Sequence[str], hosts: Sequence[str], rank: int, num_gpus: in
     is_virtual = len({hosts[r] for r in on_machine}) > 1
     host_id = f"{hosts[rank]}-{same_host.index(rank)}" if shares else hosts[rank] if is_virtual else None
     return Placement(device=devices[rank], host_id=host_id, shares_gpu=shares)
-
-
-def apply(placement: Placement) -> None:
-    """Set the environment; must come before NCCL or CUDA is started in this process."""
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    if placement.host_id is not None:
-        os.environ["NCCL_HOSTID"] = placement.host_id

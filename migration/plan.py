@@ -202,6 +202,16 @@ def plan_move(roster: Roster, request: VacateRequest) -> MovePlan:
                                       for slot, leaver in by_slot))
 
 
+def check_moves(roster: Roster, texts: Iterable[str]) -> None:
+    """Walk the moves of a command line, in the order of their iterations. Raises UserError for the first that can't be.
+
+    Each is planned on the roster that the moves before it leave behind.
+    """
+    requests = [parse_vacate(text, need_iteration=True) for text in texts]
+    for request in sorted(requests, key=lambda r: r.iteration or 0):
+        roster = roster.after(plan_move(roster, request))
+
+
 def _leavers_by_host(roster: Roster, request: VacateRequest) -> dict[str, list[int]]:
     """Leavers of each host in world-rank order, hosts in the order named."""
     leavers: dict[str, list[int]] = {}

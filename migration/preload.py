@@ -26,6 +26,10 @@ def preload() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)  # the one says that it exists, the other that it is old
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    if has_gpu():
+        from third_party.nccl import overlay
+        os.environ.update(overlay.ENVIRONMENT)
+        overlay.load(os.environ.get("LM_NCCL"))  # before torch, which binds NCCL's names when it is imported
     from migration import device
     if device.install():
         import torch

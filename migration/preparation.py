@@ -47,7 +47,9 @@ def _build(member: Member, part: Part) -> tuple[str | None, str | None]:
     store = connect_store(part.store, timeout_s)
     old = None if part.role == "joiner" else groups.live_probe(slots)
     new = None
-    if part.role != "leaver":
+    if part.role == "leaver":
+        groups.learn_switches(part.generation, store, slots, timeout_s)
+    else:
         with timeline.span("prepare_groups", "PREPARING", **part.tags(member.generation)):
             new = groups.prepare(part.generation, store, slots, timeout_s)
     if part.role != "stayer":

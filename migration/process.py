@@ -4,19 +4,24 @@ harness.py owns the training loop; this file owns what every process has, whatev
 """
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from migration import checkpoint, device, job, state
 from migration.bringup import Started
+from migration.communicators.makers import build_maker
 from migration.config import Config
 from migration.controller import Controller
 from migration.groups import Groups, connect_store
 from migration.job import IterationResult, Job
 from migration.member import Member
+from migration.placement import place
 from migration.plan import Roster
 from migration.timeline import Clock, Timeline
 from migration.world import Record, World
@@ -37,7 +42,9 @@ class Process:
             Path(self.options.run) / "log" / f"w{world.rank:04d}.h5", world_rank=world.rank, host=own["host"],
             config=asdict(config), options=asdict(self.options), versions={**own["versions"], "mpi": world.library},
             hosts=list(started.roster.hosts), clock=clock)
-        self.groups = Groups(device.current_device())
+        self._take_device()
+        self.groups = Groups(device.current_device(),
+                             build_maker(device.current_device(), self.options.switch, self.options.connect_ahead))
         self.member = Member(world=world, groups=self.groups, timeline=self.timeline, options=self.options)
         self.member.slot = started.roster.slot_of(world.rank)
         if self.options.hold:
@@ -49,6 +56,19 @@ class Process:
         world.go(self._on_record, self._on_tick)
         if self.member.slot is None:
             self.member.tell("READY")
+
+    def _take_device(self) -> None:
+        """Choose a GPU, and tell NCCL which host this is, before either is started in this process."""
+        if device.is_cpu():
+            return
+        hellos = self.world.hellos
+        placed = place([h["machine"] for h in hellos], [h["host"] for h in hellos], self.world.rank,
+                       torch.cuda.device_count())
+        if placed.host_id is not None:
+            os.environ["NCCL_HOSTID"] = placed.host_id
+        torch.cuda.set_device(placed.device)
+        self.timeline.add_event("device", f"GPU {placed.device}, NCCL host id {placed.host_id or 'its own'}"
+                                + (" (shares the GPU with another process of its host)" if placed.shares_gpu else ""))
 
     def add_marks(self, marks: dict[str, float]) -> None:
         """Start-up spans from the times at which each part was done."""
@@ -132,6 +152,8 @@ class Process:
     def fatal(self, error: BaseException, text: str) -> None:
         """This process can't go on: the controller ends them all. Doesn't return."""
         member = self.member
+        if member.is_ending:
+            threading.Event().wait()  # the run is over: what goes wrong now is a consequence
         role = f"slot {member.slot}" if member.slot is not None else "a spare"
         message = (f"{role} (world rank {self.world.rank} on {self.world.hellos[self.world.rank]['host']}, generation "
                    f"{member.generation}): {type(error).__name__}: {error}").splitlines()[0]

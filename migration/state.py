@@ -76,6 +76,16 @@ def _adam(job: Job, keys: tuple[str, ...]) -> Tensors:
 
 # ---- values
 
+def _get_steps(job: Job) -> list[float]:
+    return [state["step"].item() for _, _, state in internals.adam_states(job.optimizer)]
+
+
+def _set_steps(job: Job, value: list[float]) -> None:
+    states = [state for _, _, state in internals.adam_states(job.optimizer)]
+    for state, step in zip(states, value, strict=True):
+        state["step"].fill_(step)
+
+
 def _get_param_groups(job: Job) -> list[Any]:
     groups = []
     for inner in internals.inner_optimizers(job.optimizer):
@@ -157,7 +167,9 @@ KINDS: dict[str, Kind] = {
     "buffers": Kind(what="module buffers", tensors=_buffers, applies=lambda job: bool(_buffers(job))),
     "main_parameters": Kind(what="what the optimizer steps: fp32 copies or shards", tensors=_main_parameters),
     "moments": Kind(what="Adam's moments", tensors=lambda job: _adam(job, ("exp_avg", "exp_avg_sq"))),
-    "optimizer_steps": Kind(what="Adam's step counts", tensors=lambda job: _adam(job, ("step",))),
+    # on the host whatever the device, so not sent as tensors
+    "optimizer_steps": Kind(what="Adam's step counts", get=_get_steps, set=_set_steps,
+                            poison=lambda steps: [step + 1000.0 for step in steps]),
     "grad_scaler": Kind(what="loss scale and its counters (fp16)", get=_get_scalers, set=_set_scalers,
                         poison=lambda rows: [{k: [2.0] if k == "scale" else v + 1000 for k, v in r.items()}
                                              for r in rows],

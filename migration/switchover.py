@@ -30,17 +30,19 @@ def switch(member: Member, part: Part, job: Job) -> bool:
     try:
         with member.timeline.span("drain", "SWITCHING", **part.tags(member.generation)):
             job.check_drained()
-        digest = None
+        digest, new = None, None
         if part.role == "leaver":
             digest, num_bytes = _hand_over(member, part, job)
+            with member.timeline.span("park", "SWITCHING", **part.tags(member.generation)):
+                old = member.groups.park(part.plan.slots)
         else:
             with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
-                member.groups.activate()
-        member.report(part, Report.VERIFIED, digest)
+                old, new = member.groups.activate()
+        member.report(part, Report.VERIFIED, digest, **_probes(old, new))
     except Exception as error:  # the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
     if _wait_verdict(member, part) == "ABORT":
-        member.groups.resume()
+        member.groups.resume(part.plan.slots)
         member.leave(part)
         return True
     _commit(member, part, arrived_s, num_bytes)
@@ -75,12 +77,19 @@ def take_over(member: Member, part: Part, job: Job) -> bool:
             _flip_a_bit(own)
     with member.timeline.span("digest", "SWITCHING", **part.tags(member.generation)):
         digest = state.combined(state.digests(state.capture(job, omit)))
-    member.report(part, Report.VERIFIED, digest)
+    with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
+        _, new = member.groups.activate()
+    member.report(part, Report.VERIFIED, digest, **_probes(None, new))
     if _wait_verdict(member, part) == "ABORT":
         return False
     job.iteration = part.position
     _commit(member, part, arrived_s, 0)
     return True
+
+
+def _probes(old: str | None, new: str | None) -> dict[str, list[str | None]]:
+    """For the report, where communicators were probed only now."""
+    return {"probes": [old or None, new or None]} if old or new else {}
 
 
 def _wait_verdict(member: Member, part: Part) -> str:

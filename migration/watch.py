@@ -28,7 +28,11 @@ class Watch:
 
     def silent(self, now_s: float) -> list[tuple[int, float]]:
         """(world rank, seconds of silence) of those silent for too long."""
-        return [(rank, now_s - heard_s) for rank, heard_s in self._heard_s.items() if now_s - heard_s > self._timeout_s]
+        return self.silent_for(now_s, self._timeout_s)
+
+    def silent_for(self, now_s: float, seconds: float) -> list[tuple[int, float]]:
+        """Those silent for more than `seconds`, likewise."""
+        return [(rank, now_s - heard_s) for rank, heard_s in self._heard_s.items() if now_s - heard_s > seconds]
 
     # ---- the deadline
 

@@ -35,6 +35,7 @@ class Communicator(ABC):
         self.group_rank = group_rank
         self.inner: Any = None
         self.probe_digest = ""
+        self.switch = ""  # how an old one makes room for a new one; empty where it need not
 
     @abstractmethod
     def prepare(self, store: dist.Store, timeout_s: float, operation_timeout_s: float = OPERATION_TIMEOUT_S) -> None:

@@ -20,7 +20,7 @@ KINDS = ("raise", "kill", "corrupt", "hang", "cancel")
 STRIKES = {"PREPARING": (2, "b1->b3@3", 0), "READY": (0, "b0->b4@7", 1), "SWITCHING": (4, "b2->b5@11", 2)}
 CASE = Case()
 NUM_PROCESSES = 12
-DEADLINES = {"hang": ("--prepare-deadline", "8", "--switch-deadline", "6")}
+DEADLINES = {"hang": ("--prepare-deadline", "8", "--switch-deadline", "6"), "kill": ("--heartbeat-timeout", "8")}
 # Where the outcome is certain, what the log's reason must speak of. A cancel may come after the verdict, and what was
 # corrupted before the transfer is overwritten by it: those may commit.
 ABORTS = {("raise", "PREPARING"): "", ("raise", "READY"): "", ("raise", "SWITCHING"): "",
@@ -83,7 +83,7 @@ def test_fault_in_each_phase(kind: str, phase: str, struck: Struck) -> None:
     if move["outcome"] == "ABORTED":
         assert ABORTS.get((kind, phase), "") in move["reason"] and move["reason"], "the log must say why"
         (row,) = [row for row in read_run(struck.run).moves if text(row["request"]) == request]
-        assert text(row["reason"]) == move["reason"]
+        assert text(row["reason"]) and move["reason"].startswith(text(row["reason"]))  # the log cuts long ones
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,7 +24,7 @@ SETTINGS = {"grad_scaler": ("dtype=fp16",), "overlap_bookkeeping": ("overlap_gra
 PERHAPS_NOWHERE = {"buffers", "norm_group_cache", "rng_cuda"}
 KINDS = ("parameters", "buffers", "main_parameters", "moments", "optimizer_steps", "grad_scaler", "lr_scheduler",
          "param_groups", "overlap_bookkeeping", "norm_group_cache", "rng_python", "rng_numpy", "rng_torch", "rng_cuda",
-         "rng_trackers", "data_position", "iteration", "history")
+         "rng_trackers", "data_position", "history")
 
 
 def test_every_kind_has_its_control() -> None:

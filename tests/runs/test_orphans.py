@@ -17,7 +17,7 @@ from migration.forkserver import ADDRESS_VARIABLE, ForkServer
 
 HARNESS = Path(__file__).resolve().parents[2] / "harness.py"
 CASE = Case(iterations=100_000)  # until it is ended
-TIMEOUTS = ("--orphan-timeout", "3", "--heartbeat-timeout", "3")
+TIMEOUTS = ("--orphan-timeout", "5", "--heartbeat-timeout", "5")
 BAD_TOKEN = 300
 Start = Callable[..., Running]
 

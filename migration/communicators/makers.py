@@ -1,0 +1,83 @@
+"""Who makes the communicators of a process: one maker per kind of device. groups.py asks it and nobody else does."""
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+
+import torch
+import torch.distributed as dist
+
+from migration.communicators.base import Communicator
+from migration.communicators.gloo import GlooCommunicator
+
+
+class Maker(ABC):
+    """Makes communicators that are not prepared yet."""
+
+    @abstractmethod
+    def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int) -> Communicator:
+        """Of a process group. `num_groups`: how many this process prepares for the same move."""
+
+    @abstractmethod
+    def make_pair(self, name: str, group_rank: int) -> Communicator:
+        """Of a leaver (group rank 0) and its joiner (1)."""
+
+    def background(self) -> contextlib.AbstractContextManager[object]:
+        """What the prepare thread works in."""
+        return contextlib.nullcontext()
+
+    def connect_ahead(self, communicator: Communicator) -> None:
+        """On the prepare thread, after stage 1: connect, where that doesn't wait for the boundary."""
+
+    def agreed_switch(self, communicator_name: str, slots: tuple[int, ...], store: dist.Store, ends_s: float) -> str:
+        """For a leaver, which has no part in the next generation: what its members do with the old communicator."""
+        return ""
+
+
+class GlooMaker(Maker):
+    """On a machine without CUDA."""
+
+    def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int = 1) -> Communicator:
+        return GlooCommunicator(name, slots, group_rank)
+
+    def make_pair(self, name: str, group_rank: int) -> Communicator:
+        return GlooCommunicator(name, (0, 1), group_rank)
+
+
+class NcclMaker(Maker):
+    """On CUDA. `connect_in_background`: connect on the prepare thread, on a stream of its own, instead of in the pause."""
+
+    def __init__(self, device: torch.device, switch: str, connect_in_background: bool) -> None:
+        from migration.communicators.nccl_policy import NcclPolicy
+        from nccl_bindings.library import load
+        from third_party.pytorch.nccl_group import install_p2p_grouping
+        self._device, self._library = device, load()
+        self._policy = NcclPolicy(switch=switch)
+        self._policy.validate()
+        self._connect_in_background = connect_in_background
+        install_p2p_grouping()
+
+    def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int = 1) -> Communicator:
+        from migration.communicators.nccl import NcclCommunicator
+        return NcclCommunicator(name, slots, group_rank, device=self._device, library=self._library,
+                                policy=self._policy, num_groups=num_groups)
+
+    def make_pair(self, name: str, group_rank: int) -> Communicator:
+        from migration.communicators.nccl_pair import NcclPair
+        return NcclPair(name, (0, 1), group_rank, device=self._device, library=self._library, policy=self._policy)
+
+    def background(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.Stream(self._device))
+
+    def connect_ahead(self, communicator: Communicator) -> None:
+        if self._connect_in_background and communicator.switch == "connected":
+            communicator.connect()
+
+    def agreed_switch(self, communicator_name: str, slots: tuple[int, ...], store: dist.Store, ends_s: float) -> str:
+        from migration.communicators.nccl_meeting import agreed_switch
+        return agreed_switch(store, communicator_name, len(slots), ends_s)
+
+
+def build_maker(device: torch.device, switch: str, connect_in_background: bool) -> Maker:
+    """The maker for `device`."""
+    return NcclMaker(device, switch, connect_in_background) if device.type == "cuda" else GlooMaker()
