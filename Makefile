@@ -31,6 +31,7 @@ $(STAMP): pyproject.toml
 	    "Python 3.11 or 3.12 is needed; $(PYTHON) is %d.%d. Name another one: make setup PYTHON=python3.11" % v)'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS) -e '.[test]'
+	@command -v gcc > /dev/null && $(RUN) -m third_party.nccl.overlay || echo 'no gcc: GPUs need it, CPUs do not'
 	@touch $@
 
 demo: setup

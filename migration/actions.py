@@ -18,7 +18,7 @@ from migration.plan import Roster
 from migration.protocol import Action, Event, Phase
 from migration.record import MoveRecord, RunRecord
 from migration.requests import RequestServer
-from migration.schedule import Pending, Schedule
+from migration.schedule import Pending, Schedule, spread_connects
 from migration.timeline import Timeline
 from migration.watch import Watch
 from migration.world import World
@@ -46,6 +46,7 @@ class Actions:
         self._current: Pending | None = None
         self._move: MoveRecord | None = None
         self._positions: dict[int, int] = {}
+        self._unconnected: set[str] = set()  # prepared groups of the move under way that can be connected ahead
         self._ended = False
 
     # ---- speaking
@@ -94,6 +95,7 @@ class Actions:
 
     def _send_prepare(self) -> None:
         self._watch.set_deadline(self.options.prepare_deadline_s, "preparation")
+        self._unconnected = set()
         self._start_store(self._tell_to_prepare)
 
     def _tell_to_prepare(self) -> None:
@@ -107,17 +109,18 @@ class Actions:
         self._drop_store()
         last = self.options.last_iteration(self.config.iterations) - 1
         before = self._tally.position
+        furthest = max(self._positions.get(r, 0) for r in self._tally.roster.holders)
         if self._current.hold is not None and before is None:
             position = self._current.hold
         else:
-            furthest = max(self._positions.get(r, 0) for r in self._tally.roster.holders)
-            position = min(max(furthest + 2, self._current.request.iteration or 0), last)
+            position = min(max(furthest + 2 + len(self._unconnected), self._current.request.iteration or 0), last)
         if before is not None and position <= before:
             self._take_event(Event.JOB_ENDED, "training ends before the move could take effect")
             return
         self._watch.set_deadline(self.options.switch_deadline_s, "agreeing on the position")
         self._tally.propose(position)
-        self._to_members("PROPOSE", position=position)
+        self._to_members("PROPOSE", position=position,
+                         connects=spread_connects(self._unconnected, furthest + 2, position))
 
     def _send_switch(self) -> None:
         self._watch.clear_deadline()  # starts anew with the first arrival: until then everybody trains

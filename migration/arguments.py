@@ -73,8 +73,10 @@ def build_parser() -> Parser:
     moves.add_argument("--nccl-switch", default="auto", choices=("auto", "connected", "parked"), help="on GPUs: keep "
                        "old and new communicators connected side by side, or park the old ones to make room (NCCL "
                        "2.30.3); auto takes what memory allows (default: %(default)s)")
-    moves.add_argument("--connect", default="boundary", choices=("boundary", "background"), help="on GPUs: connect new "
-                       "communicators in the pause, or ahead on the prepare thread (default: %(default)s)")
+    moves.add_argument("--connect", default="ahead", choices=("ahead", "pause", "background"), help="on GPUs, where "
+                       "memory allows old and new side by side: connect new communicators ahead of the pause, one group "
+                       "an iteration, or in the pause, or on the prepare thread, which can deadlock (default: "
+                       "%(default)s)")
     limits = parser.add_argument_group("deadlines, in seconds")
     for name, default, text in (
             ("prepare-deadline", 300.0, "from the request to all prepared; then the move aborts"),
@@ -117,5 +119,5 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         hold=args.hold, lead=args.lead, prepare_deadline_s=args.prepare_deadline,
         switch_deadline_s=args.switch_deadline, heartbeat_timeout_s=args.heartbeat_timeout,
         orphan_timeout_s=args.orphan_timeout, require_bitwise=args.require_bitwise, faults=tuple(args.fault),
-        save_at=args.save_at, switch=args.nccl_switch, connect_ahead=args.connect == "background",
+        save_at=args.save_at, switch=args.nccl_switch, connect=args.connect,
         load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state), slow_joiner_s=args.slow_joiner)

@@ -110,6 +110,7 @@ class Controller(Actions):
         position = record["value"] if report is Report.REFUSED else record.get("position", -1)
         self._positions[member] = max(self._positions.get(member, -1), position)
         if self._move is not None and record["move"] == self._tally.number:
+            self._unconnected.update(record.get("connect", ()))
             self._move.take(report, record, self.timeline.clock())
         self._act(self._tally.report(report, member, record["move"], record["value"],
                                      record.get("probes")))

@@ -134,21 +134,40 @@ class Groups:
         """The same digest, of the live communicators of those groups, kept since they were built."""
         return _join((self._live[h.name] for h in self.touched(slots)), when_prepared=True)
 
+    @property
+    def unconnected(self) -> list[str]:
+        """Names of prepared groups that can be connected ahead of the pause, old and new side by side."""
+        return [name for name, communicator in self._next.items() if communicator.connects_ahead]
+
+    def connect(self, names: Iterable[str]) -> None:
+        """Stage 2 ahead of the pause, by the training thread. Collective over each of these groups."""
+        for name in names:
+            if name in self._next:
+                self._activate(self._next[name])
+
     def activate(self) -> tuple[str, str]:
         """Stage 2, at the boundary: park the old communicators and activate the new ones, group by group.
 
         Collective over each group, where it parks or connects. Returns the (old, new) probe digests of communicators
-        that are probed only now; empty if there are none.
+        that aren't probed when prepared; empty if there are none.
         """
         old = _join((self._live[name] for name in self._next if name in self._live), when_prepared=False)
         for name, communicator in self._next.items():
             if name in self._live:
                 self._live[name].switch = communicator.switch
                 self._live[name].park()
-            communicator.activate()
-            if not communicator.probes_when_prepared:
-                communicator.probe(self.device)
+            self._activate(communicator)
         return old, _join(self._next.values(), when_prepared=False)
+
+    def _activate(self, communicator: Communicator) -> None:
+        communicator.activate()
+        if not communicator.probe_digest:
+            communicator.probe(self.device)
+
+    def abort_next(self) -> None:
+        """End every operation under way on prepared communicators. From any thread; `discard` frees them."""
+        for communicator in list(self._next.values()):
+            communicator.abort()
 
     def park(self, slots: Iterable[int]) -> str:
         """A leaver's part in stage 2: park what the others park. Collective over each group. Returns the old probes."""
@@ -192,7 +211,8 @@ class Groups:
     def resume(self, slots: Iterable[int]) -> None:
         """The move aborted at the boundary: the live communicators go on. Collective over each group that was parked."""
         for handle in self.touched(slots):
-            self._live[handle.name].resume()
+            if handle.name in self._live:  # a joiner has none
+                self._live[handle.name].resume()
 
     def discard(self) -> None:
         """The move aborted: close what was prepared, in the background."""

@@ -144,16 +144,17 @@ class Member:
             preparation.start(self, self.part)
 
     def _on_propose(self, record: Record) -> None:
-        part, position = self.part, record["position"]
+        part, position, connects = self.part, record["position"], [(n, at) for n, at in record["connects"]]
         if part is None or part.number != record["move"]:
             return
+        first_stop = min([position, *(at for _, at in connects)])
         if part.role == "joiner":
             if not self._pass_ready_faults(part, position):
                 return
-        elif self._position > position or (self._position == position and self._begun):
+        elif self._position > first_stop or (self._position == first_stop and self._begun):
             self.report(part, Report.REFUSED, self._position)
             return
-        part.position = position
+        part.position, part.connects = position, tuple(connects)
         self.report(part, Report.ACCEPTED, position)
 
     def _pass_ready_faults(self, part: Part, position: int) -> bool:
@@ -187,6 +188,8 @@ class Member:
         self.world.urgent = False
         if part.pair is not None:
             part.pair.abort()  # ends a transfer under way
+        if part.num_busy:
+            self.groups.abort_next()  # ends a connection under way
         if part.num_busy == 0:
             self._clean_up(part)
 
@@ -252,19 +255,27 @@ class Member:
             while self._must_wait(job.iteration):
                 self._changed.wait(1.0)
             part = self.part
-            if part is None or part.position != job.iteration or part.verdict != "SWITCH":
+            stops = part is not None and part.verdict == "SWITCH" and (
+                part.position == job.iteration or part.due(job.iteration))
+            if not stops:
                 self._begun = True
                 return True
             part.num_busy += 1
-        stays = switchover.switch(self, part, job)
+        stays = True
+        if part.position == job.iteration:
+            stays = switchover.switch(self, part, job)
+        else:
+            switchover.connect_ahead(self, part, job.iteration)
         with self._changed:
             self._begun = True
         return stays
 
     def _must_wait(self, iteration: int) -> bool:
         part = self.part
+        if part is not None and part.first_stop == iteration and part.verdict == "":
+            return True
         if part is not None and part.position == iteration:
-            return part.verdict == ""
+            return False
         return iteration in self._holds
 
     def wait_retired(self) -> None:

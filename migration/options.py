@@ -19,7 +19,7 @@ class Options:
     orphan_timeout_s: float = 60.0
     require_bitwise: bool = False
     switch: str = "auto"  # of NCCL communicators: see communicators/nccl_policy.py
-    connect_ahead: bool = False  # connect them on the prepare thread instead of in the pause
+    connect: str = "ahead"  # when new ones are connected: ahead (by training, at boundaries), pause, background
     progress_s: float = 2.0  # pause between progress lines where the output isn't a terminal
     save_at: int | None = None  # stop before this iteration and save every slot's state in RUN/checkpoint
     load: str = ""  # go on from such a checkpoint

@@ -21,6 +21,7 @@ class Part:
     store: tuple[str, int]
     prepare_timeout_s: float
     position: int | None = None  # the boundary, once accepted
+    connects: tuple[tuple[str, int], ...] = ()  # groups to connect ahead, and before which iteration each
     verdict: str = ""  # then SWITCH, then COMMIT or ABORT
     reason: str = ""
     num_busy: int = 0  # threads at work for it; the last one to leave an aborted part cleans up
@@ -28,6 +29,15 @@ class Part:
     prepare_thread: threading.Thread | None = None
     warm: threading.Event = field(default_factory=threading.Event)  # a joiner's job is built and has run
     wrong_probe: bool = False  # by a fault
+
+    @property
+    def first_stop(self) -> int | None:
+        """The first boundary at which something is to be done; whoever comes there waits for the verdict."""
+        return None if self.position is None else min([self.position, *(at for _, at in self.connects)])
+
+    def due(self, iteration: int) -> list[str]:
+        """Groups to connect before `iteration`, in order; at the position itself the pause does it."""
+        return [name for name, at in self.connects if at == iteration != self.position]
 
     def tags(self, generation: int) -> dict[str, Any]:
         """What its spans carry; `generation` is the process's present one."""

@@ -30,7 +30,8 @@ def _run(member: Member, part: Part) -> None:
             part.warm.wait()
             new = "a fault" if part.wrong_probe else new
         if not part.verdict:
-            member.report(part, Report.PREPARED, [old, new], position=member.position)
+            member.report(part, Report.PREPARED, [old, new], position=member.position,
+                          connect=member.groups.unconnected if member.options.connect == "ahead" else [])
     except Exception as error:  # whatever it is, the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
     finally:

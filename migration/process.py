@@ -44,7 +44,8 @@ class Process:
             hosts=list(started.roster.hosts), clock=clock)
         self._take_device()
         self.groups = Groups(device.current_device(),
-                             build_maker(device.current_device(), self.options.switch, self.options.connect_ahead))
+                             build_maker(device.current_device(), self.options.switch,
+                                        connect_in_background=self.options.connect == "background"))
         self.member = Member(world=world, groups=self.groups, timeline=self.timeline, options=self.options)
         self.member.slot = started.roster.slot_of(world.rank)
         if self.options.hold:

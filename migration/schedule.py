@@ -21,6 +21,16 @@ class Pending:
         return parse_vacate(self.text, need_iteration=False)
 
 
+def spread_connects(names: Iterable[str], first: int, position: int) -> list[tuple[str, int]]:
+    """At which boundary each prepared group is connected: one a boundary, the last one just before `position`.
+
+    Where there are fewer boundaries from `first` on than groups, several share the first one; at `position` itself
+    they are connected in the pause. Names are torch's running numbers, and their order is one on all members.
+    """
+    ordered = sorted(set(names), key=lambda name: (len(name), name))
+    return [(name, max(position - len(ordered) + i, min(first, position))) for i, name in enumerate(ordered)]
+
+
 class Schedule:
     """Moves with an iteration, in its order, and moves to be made as soon as possible, in the order they came."""
 

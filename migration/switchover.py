@@ -49,6 +49,24 @@ def switch(member: Member, part: Part, job: Job) -> bool:
     return part.role != "leaver"
 
 
+def connect_ahead(member: Member, part: Part, iteration: int) -> None:
+    """A stayer connects the new communicators that are due before `iteration`, while the old ones stay in use.
+
+    A stall, but no downtime: only these groups wait for each other. Collective over each.
+    """
+    try:
+        _connect(member, part, part.due(iteration), iteration)
+    except Exception as error:  # the controller decides: the move aborts, training goes on
+        member.report_failure(part, error)
+    member.leave(part)
+
+
+def _connect(member: Member, part: Part, names: list[str], iteration: int) -> None:
+    for name in names:
+        with member.timeline.span("connect", "READY", **{**part.tags(member.generation), "iteration": iteration}):
+            member.groups.connect([name])
+
+
 def _hand_over(member: Member, part: Part, job: Job) -> tuple[str, int]:
     """The leaver's side of the transfer. Returns its digest and the bytes sent."""
     assert part.pair is not None
@@ -65,6 +83,9 @@ def take_over(member: Member, part: Part, job: Job) -> bool:
     omit = frozenset(member.options.omit_state)
     corrupt = member.apply_fault("SWITCHING", part)
     own = state.capture(job, omit)
+    for name, at in part.connects:
+        if at != part.position:
+            _connect(member, part, [name], at)
     with member.timeline.span("wait_boundary", "SWITCHING", **part.tags(member.generation)):
         header, num_bytes = transfer.receive_header(part.pair, job.device)
     arrived_s = member.timeline.clock()

@@ -32,11 +32,10 @@ def send_state(pair: Communicator, state: State, device: torch.device) -> int:
     header = json.dumps({"manifest": state.manifest(), "values": state.values}).encode()
     blob = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
     length = torch.tensor([blob.numel()], dtype=torch.int64, device=device)
-    chunks = [length, blob, *_chunks(state)]
-    works = [pair.inner.send([chunk], _JOINER, 0) for chunk in chunks]
-    for work in works:
-        work.wait()
-    return sum(c.numel() * c.element_size() for c in chunks)
+    parts = [[length], [blob], _chunks(state)]
+    for tensors in parts:
+        pair.send_all(tensors, _JOINER)
+    return sum(t.numel() * t.element_size() for tensors in parts for t in tensors)
 
 
 def receive_header(pair: Communicator, device: torch.device) -> tuple[dict, int]:
@@ -45,9 +44,9 @@ def receive_header(pair: Communicator, device: torch.device) -> tuple[dict, int]
     Collective over the pair. Raises RuntimeError if the leaver is gone.
     """
     length = torch.zeros(1, dtype=torch.int64, device=device)
-    pair.inner.recv([length], _LEAVER, 0).wait()
+    pair.recv_all([length], _LEAVER)
     blob = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
-    pair.inner.recv([blob], _LEAVER, 0).wait()
+    pair.recv_all([blob], _LEAVER)
     return json.loads(blob.cpu().numpy().tobytes()), length.element_size() + blob.numel()
 
 
@@ -58,9 +57,7 @@ def receive_tensors(pair: Communicator, header: dict, state: State) -> int:
     """
     _check(header["manifest"], state.manifest())
     chunks = _chunks(state)
-    works = [pair.inner.recv([chunk], _LEAVER, 0) for chunk in chunks]
-    for work in works:
-        work.wait()
+    pair.recv_all(chunks, _LEAVER)
     return sum(c.numel() for c in chunks)
 
 

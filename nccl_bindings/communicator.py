@@ -71,6 +71,10 @@ class Communicator(Operations):
                 raise DeadlinePassed(f"{self._title()}: init: not all members came within {deadline_s} s")
             time.sleep(_POLL_S)
             code = self.async_error()
+        if code not in (Result.SUCCESS, Result.IN_PROGRESS) and self.state is State.INITIALIZING:
+            self._init_returned.set()
+            self.abort()  # of a non-blocking init, NCCL leaves the remains to its caller
+            check(self.raw, f"ncclCommInitRankConfig of {self._title()}", code)
         self._end_init(code)
 
     def _begin(self, config: Config) -> None:
@@ -157,19 +161,26 @@ class Communicator(Operations):
         self.owned = False
         return self.pointer
 
+    def mark_aborted(self) -> None:
+        """Its new owner aborts it: whatever is called or waited for here from now on raises Aborted."""
+        if self.owned:
+            raise RuntimeError(f"mark_aborted: {self._title()} has no other owner; call abort")
+        with self._lock:
+            self.state = State.ABORTED
+
     # ---- memory
 
     def suspend(self) -> None:
         """Give the device memory back. Collective; synchronises the device; nothing may be under way."""
         self._expect(State.READY)
         self._call("ncclCommSuspend", SUSPEND_MEMORY)
-        self.state = State.SUSPENDED
+        self._become(State.SUSPENDED)
 
     def resume(self) -> None:
         """Take it again, with what was connected. Collective."""
         self._expect(State.SUSPENDED)
         self._call("ncclCommResume")
-        self.state = State.READY
+        self._become(State.READY)
 
     def memory_stats(self) -> MemoryStats:
         """Not collective."""
@@ -182,6 +193,12 @@ class Communicator(Operations):
         suspendable, suspended, persistent, total = values
         return MemoryStats(suspendable_bytes=suspendable, persistent_bytes=persistent, total_bytes=total,
                            is_suspended=bool(suspended))
+
+    def _become(self, state: State) -> None:
+        with self._lock:
+            if self.state is State.ABORTED:
+                raise Aborted(f"{self._title()} was aborted before it was {state.value}")
+            self.state = state
 
     def _expect_owned(self, what: str) -> None:
         if not self.owned:

@@ -28,7 +28,8 @@ PROTOTYPES: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "ncclGetErrorString": ("init", c_char_p, (c_int,)),
     # const char* ncclGetLastError(ncclComm_t comm);
     "ncclGetLastError": ("init", c_char_p, (_COMM,)),
-    # ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId id, int rank, ncclConfig_t* config);
+    # ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId id, int rank,
+    #                                     ncclConfig_t* config);
     "ncclCommInitRankConfig": ("init", c_int, (_OUT_COMM, c_int, UniqueId, c_int, POINTER(Config))),
     # ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm, ncclConfig_t* config);
     "ncclCommSplit": ("split", c_int, (_COMM, c_int, c_int, _OUT_COMM, POINTER(Config))),

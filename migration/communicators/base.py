@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
 
 OPERATION_TIMEOUT_S = 1800.0  # of a collective in training: an iteration may be long, a lost peer is noticed earlier
 
@@ -44,6 +44,11 @@ class Communicator(ABC):
         A later operation on it raises after `operation_timeout_s`.
         """
 
+    @property
+    def connects_ahead(self) -> bool:
+        """Whether `activate` would connect, and may do so before the pause since the old one need not make room."""
+        return False
+
     @abstractmethod
     def activate(self) -> None:
         """Stage 2: afterwards the first collective costs what every later one costs."""
@@ -63,6 +68,20 @@ class Communicator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything. No operation may be outstanding."""
+
+    def send_all(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
+        """Send `tensors`, in order, to group rank `peer`; they may be touched again when it returns.
+
+        Collective over the two. Raises RuntimeError if the peer is gone, the operation's time-out passes or another
+        thread aborts.
+        """
+        for work in [self.inner.send([tensor], peer, 0) for tensor in tensors]:
+            work.wait()
+
+    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
+        """The other side of `send_all`, into tensors of the same sizes; they hold the data when it returns."""
+        for work in [self.inner.recv([tensor], peer, 0) for tensor in tensors]:
+            work.wait()
 
     def probe(self, device: torch.device) -> str:
         """Digest of an adversarial all-reduce, which tells whether sums keep their bits on this communicator.

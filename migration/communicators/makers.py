@@ -52,7 +52,8 @@ class NcclMaker(Maker):
         from nccl_bindings.library import load
         from third_party.pytorch.nccl_group import install_p2p_grouping
         self._device, self._library = device, load()
-        self._policy = NcclPolicy(switch=switch)
+        # a joiner waits in a connection until the others come to that boundary; what hangs, the controller aborts
+        self._policy = NcclPolicy(switch=switch, connect_timeout_s=600.0)
         self._policy.validate()
         self._connect_in_background = connect_in_background
         install_p2p_grouping()
@@ -78,6 +79,6 @@ class NcclMaker(Maker):
         return agreed_switch(store, communicator_name, len(slots), ends_s)
 
 
-def build_maker(device: torch.device, switch: str, connect_in_background: bool) -> Maker:
+def build_maker(device: torch.device, switch: str, *, connect_in_background: bool) -> Maker:
     """The maker for `device`."""
     return NcclMaker(device, switch, connect_in_background) if device.type == "cuda" else GlooMaker()

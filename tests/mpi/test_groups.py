@@ -136,7 +136,7 @@ def test_an_abort_at_the_boundary(process: Process) -> None:
     if rank != 1:
         prepare(process, 1, store).outcome()
         process.groups.activate()
-        process.groups.resume()
+        process.groups.resume((MOVED_SLOT,))
         process.groups.discard()
     if rank == 3:
         process.close()

@@ -1,0 +1,78 @@
+"""The two-member communicator of a leaver and its joiner: send and recv straight on it, GPU to GPU, in place.
+
+No torch group, no copies, no third thread; every wait has a deadline and tells an aborted transfer from a finished
+one. Knows nothing of what is sent.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from migration.communicators.nccl import NcclCommunicator
+from migration.communicators.nccl_device import wait_for_stream
+from nccl_bindings.communicator import Communicator as Bare
+from nccl_bindings.operations import group
+from nccl_bindings.types import DataType
+
+
+class NcclPair(NcclCommunicator):
+    """Leaver (group rank 0) and joiner. Never parked. `activate` connects both directions: call it before the pause."""
+
+    def _meet(self, store: dist.Store, ends_s: float) -> bytes:
+        unique_id = super()._meet(store, ends_s)
+        self.switch = "connected"
+        return unique_id
+
+    def _adopt(self) -> Any:
+        return PairGroup(self._bare, self.device, self._operation_timeout_s, self.abort)
+
+    def send_all(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
+        self.inner.send(tensors, peer).wait()
+
+    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
+        self.inner.recv(tensors, peer).wait()
+
+
+class PairWork:
+    """An operation of a pair. `wait` is what a transfer needs of torch's Work."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def wait(self) -> bool:
+        """Blocks until the data have moved. Raises DeadlineExpired or Aborted, so that garbage isn't taken for data."""
+        self._finish()
+        return True
+
+
+class PairGroup:
+    """send and recv as a transfer calls them, straight on the communicator: no copies, no third thread, a deadline."""
+
+    def __init__(self, bare: Bare, device: torch.device, operation_timeout_s: float, abort: Callable[[], None]) -> None:
+        self._bare, self._device, self._abort = bare, device, abort
+        self._timeout_s = operation_timeout_s
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, _tag: int = 0) -> PairWork:
+        return self._issue(self._bare.send, tensors, peer, "send")
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, _tag: int = 0) -> PairWork:
+        return self._issue(self._bare.recv, tensors, peer, "recv")
+
+    def _issue(self, call: Callable[..., None], tensors: Sequence[torch.Tensor], peer: int, what: str) -> PairWork:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        for tensor in tensors:
+            if not tensor.is_contiguous() or tensor.device != self._device:
+                raise ValueError(f"{self._bare.name}: {what} needs contiguous tensors on {self._device}")
+        num_bytes = 0
+        with group(self._bare.raw):  # one launch; NCCL moves the parts side by side
+            for tensor in tensors:
+                tensor_bytes = tensor.numel() * tensor.element_size()
+                call(tensor.data_ptr(), tensor_bytes, DataType.UINT8, peer, stream)
+                num_bytes += tensor_bytes
+        ends_s = time.monotonic() + self._timeout_s
+        return PairWork(lambda: wait_for_stream(self._bare, self._device, ends_s, f"{what} of {num_bytes} bytes",
+                                                self._abort))

@@ -1,0 +1,334 @@
+"""What every rank of the GPU tests of the NCCL communicator does. Started by ranks.py, which has loaded the overlay.
+
+Each body asserts what must hold on any machine and returns the figures that depend on it.
+"""
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import Rank
+
+from migration.communicators.nccl import NcclCommunicator, Stage
+from migration.communicators.nccl_pair import NcclPair
+from migration.communicators.nccl_policy import NcclPolicy
+from migration.errors import DeadlineExpired
+from nccl_bindings.communicator import Communicator as Bare
+from nccl_bindings.errors import Aborted
+from nccl_bindings.operations import new_unique_id
+from third_party.pytorch.nccl_group import communicator_of, install_p2p_grouping
+from third_party.pytorch.process_group import MigratableGroup
+
+MIB = 1 << 20
+NUM_ELEMENTS = 4 << 20
+TIMEOUT_S = 60.0
+
+
+def make(own: Rank, name: str, switch: str = "lazy", kind: type[NcclCommunicator] = NcclCommunicator,
+         **policy: Any) -> NcclCommunicator:
+    return kind(name, tuple(range(own.world)), own.rank, device=own.device, library=own.library,
+                policy=NcclPolicy(switch=switch, **policy))
+
+
+def ready(own: Rank, name: str, switch: str = "lazy") -> NcclCommunicator:
+    """Prepared, connected, probed."""
+    communicator = make(own, name, switch)
+    communicator.prepare(own.store, TIMEOUT_S)
+    communicator.activate()
+    communicator.probe(own.device)
+    return communicator
+
+
+def check_sums(own: Rank, inner: Any) -> None:
+    """All-reduce, all-gather and reduce-scatter through the stock group give the exact sums."""
+    world = own.world
+    values = torch.full((NUM_ELEMENTS,), float(own.rank + 1), device=own.device)
+    inner.allreduce([values]).wait()
+    gathered = torch.empty(world * 1024, device=own.device)
+    inner._allgather_base(gathered, torch.full((1024,), float(own.rank), device=own.device)).wait()
+    part = torch.empty(1024, device=own.device)
+    inner._reduce_scatter_base(part, torch.arange(world * 1024.0, device=own.device)).wait()
+    torch.cuda.synchronize(own.device)
+    assert bool((values == world * (world + 1) / 2).all())
+    assert gathered.view(world, 1024)[:, 0].tolist() == [float(r) for r in range(world)]
+    assert bool((part == world * torch.arange(own.rank * 1024.0, (own.rank + 1) * 1024.0, device=own.device)).all())
+
+
+class Busy:
+    """A loop like training: matrix products, then an all-reduce on `inner`."""
+
+    def __init__(self, own: Rank, inner: Any) -> None:
+        self.own, self.inner = own, inner
+        self.left = torch.randn(2048, 2048, device=own.device, dtype=torch.bfloat16)
+        self.out = torch.empty_like(self.left)
+        self.grads = torch.ones(1 << 20, device=own.device)
+
+    def iterate(self, num_iterations: int) -> list[float]:
+        times_s = []
+        for _ in range(num_iterations):
+            started_s = time.perf_counter()
+            for _ in range(10):
+                torch.mm(self.left, self.left, out=self.out)
+            self.inner.allreduce([self.grads]).wait()
+            torch.cuda.synchronize(self.own.device)
+            times_s.append(time.perf_counter() - started_s)
+        return times_s
+
+
+def used_mib(own: Rank, name: str) -> float:
+    """Device memory in use while all ranks stand still."""
+    torch.cuda.synchronize(own.device)
+    own.barrier(f"{name}/before")
+    free, total = torch.cuda.mem_get_info(own.device)
+    own.barrier(f"{name}/after")
+    return (total - free) / MIB
+
+
+def costs(communicator: NcclCommunicator) -> dict[str, dict[str, float]]:
+    return {name: asdict(cost) for name, cost in communicator.costs.items()}
+
+
+# ---- bodies
+
+
+def adoption(own: Rank) -> dict[str, Any]:
+    """Stock ProcessGroupNCCL works on the communicator that the bindings made, and closes it."""
+    adopted_before, calls_before = own.overlay.num_adopted, own.overlay.num_calls
+    communicator = ready(own, "adopted")
+    assert own.overlay.num_adopted == adopted_before + 1 and own.overlay.num_calls == calls_before + 1
+    assert communicator_of(communicator.inner) == communicator._bare.pointer
+    check_sums(own, communicator.inner)
+    _check_batched_p2p(own, communicator)
+    assert own.overlay.num_calls == calls_before + 1, "no further communicator was made, also not for pairs"
+    communicator.close()
+    assert communicator.stage is Stage.CLOSED
+    communicator.close()
+    return {"costs": costs(communicator)}
+
+
+def _check_batched_p2p(own: Rank, communicator: NcclCommunicator) -> None:
+    install_p2p_grouping()
+    handle = MigratableGroup("p2p", own.rank, tuple(range(own.world)))
+    handle.inner = communicator.inner
+    dist.distributed_c10d._world.pg_map[handle] = ("nccl", None)  # as new_group would
+    dist.distributed_c10d._world.pg_group_ranks[handle] = {r: r for r in range(own.world)}
+    dist.distributed_c10d._world.pg_names[handle] = "p2p"
+    received = torch.zeros(1 << 20, device=own.device)
+    right, left = (own.rank + 1) % own.world, (own.rank - 1) % own.world
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, torch.full_like(received, float(own.rank)), group=handle, group_peer=right),
+        dist.P2POp(dist.irecv, received, group=handle, group_peer=left)])
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize(own.device)
+    assert bool((received == float(left)).all())
+
+
+def background(own: Rank) -> dict[str, Any]:
+    """A further communicator is prepared while a live one is busy; both are right, and sums keep their bits."""
+    live = ready(own, "live")
+    busy = Busy(own, live.inner)
+    busy.iterate(10)
+    undisturbed_s = busy.iterate(60)
+    following = make(own, "next")
+    errors: list[Exception] = []
+
+    def prepare() -> None:
+        try:
+            following.prepare(own.store, TIMEOUT_S)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    during_s = busy.iterate(60)
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive() and not errors, errors
+    following.activate()
+    assert following.probe(own.device) == live.probe_digest
+    check_sums(own, following.inner)
+    check_sums(own, live.inner)
+    following.close()
+    check_sums(own, live.inner)
+    live.close()
+    return {"undisturbed_s": statistics.median(undisturbed_s), "during_s": statistics.median(during_s),
+            "costs": costs(following)}
+
+
+def park_and_resume(own: Rank) -> dict[str, Any]:
+    """Old suspended, new resumed and used; then back again, as a move that aborts at the boundary would."""
+    live = ready(own, "live", "parked")
+    before_mib = used_mib(own, "before")
+    following = make(own, "next", "parked")
+    following.prepare(own.store, TIMEOUT_S)
+    assert following.stage is Stage.PARKED and following._bare.memory_stats().is_suspended
+    parked_mib = used_mib(own, "parked") - before_mib
+    check_sums(own, live.inner)
+    live.park()
+    following.activate()
+    following.probe(own.device)
+    check_sums(own, following.inner)
+    switched_mib = used_mib(own, "switched") - before_mib
+    following.park()
+    live.resume()
+    assert live.probe(own.device) == following.probe_digest
+    check_sums(own, live.inner)
+    following.close()  # parked, so its members resume it first
+    check_sums(own, live.inner)
+    live.close()
+    after_mib = used_mib(own, "after") - before_mib
+    return {"parked_mib": parked_mib, "switched_mib": switched_mib, "after_mib": after_mib,
+            "costs": costs(following), "live_costs": costs(live)}
+
+
+def lazy_and_rebuild(own: Rank) -> dict[str, Any]:
+    """Without parking: the old one is closed, the new one used; then the old one is built anew."""
+    live = ready(own, "live")
+    digest = live.probe_digest
+    following = make(own, "next")
+    following.prepare(own.store, TIMEOUT_S)
+    assert following.stage is Stage.PREPARED
+    live.park()
+    assert live.needs_rebuild
+    following.activate()
+    check_sums(own, following.inner)
+    following.close()
+    live.rebuild(own.store, TIMEOUT_S)
+    assert live.probe(own.device) == digest
+    check_sums(own, live.inner)
+    live.close()
+    return {"costs": costs(following), "rebuilt": costs(live)}
+
+
+def abort_half_built(own: Rank) -> dict[str, Any]:
+    """A member never comes: init ends when it is aborted, soon, and the live communicator doesn't notice."""
+    live = ready(own, "live")
+    if own.rank == 0:
+        own.store.set("half id", new_unique_id(live._bare.raw))
+    unique_id = own.store.get("half id")
+    half = Bare(own.library, own.rank, own.world + 1, "half")
+    errors: list[Exception] = []
+
+    def init() -> None:
+        torch.cuda.set_device(own.device)
+        try:
+            half.init(unique_id)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=init)
+    thread.start()
+    Busy(own, live.inner).iterate(100)
+    assert thread.is_alive(), errors
+    started_s = time.perf_counter()
+    half.abort()
+    thread.join(20.0)
+    seconds = time.perf_counter() - started_s
+    assert not thread.is_alive() and isinstance(errors[0], Aborted), errors
+    own.barrier("aborted")
+    check_sums(own, live.inner)
+
+    missing = NcclCommunicator("missing", tuple(range(own.world + 1)), own.rank, device=own.device,
+                               library=own.library, policy=NcclPolicy(switch="lazy"))
+    try:
+        missing.prepare(own.store, 1.0)
+    except DeadlineExpired as error:
+        assert f"switch/{own.world}" in str(error)
+    missing.close()
+    check_sums(own, live.inner)
+    live.close()
+    return {"abort_s": seconds}
+
+
+def abort_prepared(own: Rank) -> dict[str, Any]:
+    """A prepared one is aborted; one whose peers don't come to connect ends by its deadline. The live one goes on."""
+    live = ready(own, "live")
+    dropped = make(own, "dropped")
+    dropped.prepare(own.store, TIMEOUT_S)
+    dropped.abort()
+    dropped.abort()
+    dropped.close()
+    check_sums(own, live.inner)
+    alone = make(own, "alone", connect_timeout_s=3.0)
+    alone.prepare(own.store, TIMEOUT_S)
+    started_s = time.perf_counter()
+    if own.rank == 0:
+        try:
+            alone.connect()
+        except DeadlineExpired as error:
+            assert "alone: connecting" in str(error), error
+        else:
+            raise AssertionError("connected without its peers")
+    seconds = time.perf_counter() - started_s
+    own.barrier("given up")
+    alone.abort()
+    alone.close()
+    check_sums(own, live.inner)
+    live.close()
+    return {"alone_s": seconds}
+
+
+def discard_rounds(own: Rank, num_rounds: int = 20) -> dict[str, Any]:
+    """Prepared and closed again and again beside a busy one: memory, threads and descriptors stay flat."""
+    live = ready(own, "live")
+    busy = Busy(own, live.inner)
+    switch = "parked" if own.library.has("park") else "lazy"
+    rows = []
+    for i in range(num_rounds):
+        discarded = make(own, f"round {i}", switch)
+        thread = threading.Thread(target=_prepare_and_close, args=(own, discarded))
+        thread.start()
+        busy.iterate(5)
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive() and discarded.stage is Stage.CLOSED, f"round {i}: {discarded.stage}"
+        del discarded
+        gc.collect()
+        rows.append((used_mib(own, f"round {i}"), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    check_sums(own, live.inner)
+    live.close()
+    early, late = rows[num_rounds // 4], rows[-1]
+    assert late[0] - early[0] <= 16 * own.world, f"device memory grew, MiB: {rows}"
+    assert late[1] <= early[1] + 1 and late[2] <= early[2] + 2, f"threads or descriptors grew: {rows}"
+    return {"switch": switch, "early": early, "late": late}
+
+
+def _prepare_and_close(own: Rank, communicator: NcclCommunicator) -> None:
+    communicator.prepare(own.store, TIMEOUT_S)
+    communicator.close()
+
+
+def pair(own: Rank) -> dict[str, Any]:
+    """A leaver's bytes arrive at the joiner; a transfer without its other end ends by its deadline."""
+    name = f"pair {own.rank // 2}"
+    two = NcclPair(name, (0, 1), own.rank % 2, device=own.device, library=own.library, policy=NcclPolicy())
+    two.prepare(own.store, TIMEOUT_S, operation_timeout_s=3.0)
+    two.activate()
+    chunks = [torch.zeros(64 * MIB, dtype=torch.uint8, device=own.device) for _ in range(4)]
+    is_leaver = own.rank % 2 == 0
+    if is_leaver:
+        for i, chunk in enumerate(chunks):
+            chunk.fill_(i + 1)
+    torch.cuda.synchronize(own.device)
+    started_s = time.perf_counter()
+    works = [two.inner.send([c], 1, 0) if is_leaver else two.inner.recv([c], 0, 0) for c in chunks]
+    for work in works:
+        work.wait()
+    seconds = time.perf_counter() - started_s
+    assert [int(c[-1]) for c in chunks] == [1, 2, 3, 4]
+    own.barrier("sent")
+    if not is_leaver:
+        try:
+            two.inner.recv([chunks[0]], 0, 0).wait()
+        except DeadlineExpired as error:
+            assert "recv" in str(error)
+        else:
+            raise AssertionError("received from nobody")
+    two.close()
+    return {"gb_per_s": 256 * MIB / seconds / 1e9, "costs": costs(two)}

@@ -1,0 +1,216 @@
+"""Stages of the NCCL communicator, in order and out of it, on fakes of NCCL and of torch's group. No GPU.
+
+What NCCL really does is for tests/gpu; here it is who is called, by whom it is freed, and which wait ends how.
+"""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from migration.communicators import nccl, nccl_device
+from migration.communicators.nccl import NcclCommunicator, Stage
+from migration.communicators.nccl_policy import NcclPolicy
+from migration.errors import DeadlineExpired, MoveFailed
+from nccl_bindings.communicator import Communicator as Bare
+from nccl_bindings.errors import Aborted
+from nccl_bindings.library import Library, load
+
+Log = list[str]
+DEVICE = torch.device("cpu")
+
+
+@dataclass
+class FakeNccl:
+    """Answers every call at once, except those in `hangs`, which end when the communicator is aborted."""
+
+    log: Log = field(default_factory=list)
+    hangs: set[str] = field(default_factory=set)
+    aborted: threading.Event = field(default_factory=threading.Event)
+    library: Library | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.log.append(name)
+            if name == "ncclCommInitRankConfig":
+                arguments[0]._obj.value = 0xABC0
+            if name == "ncclCommAbort":
+                self.aborted.set()
+            if name in self.hangs:
+                assert self.aborted.wait(20.0), f"{name} was never aborted"
+                return 3
+            return 0
+
+        return {"ncclGetErrorString": lambda code: b"fake", "ncclGetLastError": lambda comm: b""}.get(name, call)
+
+
+@dataclass
+class FakeBackend:
+    nccl: FakeNccl
+
+    def shutdown(self) -> None:
+        self.nccl.log.append("torch.shutdown")
+
+    def abort(self) -> None:
+        self.nccl.log.append("torch.abort")
+        self.nccl.aborted.set()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
+    fake = FakeNccl()
+    stock_init = Bare.__init__
+
+    def init(self: Bare, *arguments: Any) -> None:
+        stock_init(self, *arguments)
+        fake.library, self.raw = self.raw.library, fake
+
+    monkeypatch.setattr(Bare, "__init__", init)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 40))
+    monkeypatch.setattr(nccl, "new_unique_id", lambda raw: bytes(128))
+    monkeypatch.setattr(nccl, "build_nccl", lambda *a, communicator, **k: FakeBackend(fake))
+    monkeypatch.setattr(nccl, "backend_of", lambda inner: inner)
+    monkeypatch.setattr(nccl_device, "connect", lambda bare, *a: fake.log.append("connect"))
+    monkeypatch.setattr(nccl_device, "probe", lambda *a: "digest")
+    yield fake
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    real = load()
+    return Library(handle=real.handle, path="fake", version=23007)
+
+
+def make(library: Library, switch: str, **policy: Any) -> NcclCommunicator:
+    """Of two members, the other of which has come already."""
+    return NcclCommunicator("g1/tp", (0, 1), 0, device=DEVICE, library=library,
+                            policy=NcclPolicy(switch=switch, **policy))
+
+
+def store_with_peer(switch: str) -> dist.HashStore:
+    store = dist.HashStore()
+    store.set("g1/tp/switch/1", switch)
+    store.set("rebuilt/g1/tp/switch/1", switch)
+    return store
+
+
+def prepared(library: Library, switch: str, **policy: Any) -> NcclCommunicator:
+    communicator = make(library, switch, **policy)
+    communicator.prepare(store_with_peer(switch), 20.0)
+    return communicator
+
+
+def eventually(log: Log, entry: str) -> None:
+    ends_s = time.monotonic() + 20.0
+    while entry not in log:
+        assert time.monotonic() < ends_s, log
+        time.sleep(0.001)
+
+
+def test_connected_ahead(fake: FakeNccl, library: Library) -> None:
+    own = prepared(library, "connected")
+    assert own.stage is Stage.PREPARED and own.switch == "connected" and not own._bare.owned
+    own.connect()
+    own.park()
+    own.activate()
+    assert fake.log == ["ncclCommInitRankConfig", "connect"], "neither parks nor connects again"
+    assert own.probe(DEVICE) == own.probe_digest == "digest"
+    assert set(own.costs) == {"prepare", "connect"}
+
+
+def test_parked_and_back(fake: FakeNccl, library: Library) -> None:
+    own = prepared(library, "parked")
+    assert own.stage is Stage.PARKED
+    own.activate()
+    own.park()
+    own.resume()
+    assert own.stage is Stage.CONNECTED
+    assert fake.log[1:] == ["ncclCommSuspend", "ncclCommResume", "connect", "ncclCommSuspend", "ncclCommResume"]
+
+
+def test_the_weaker_peer_decides(fake: FakeNccl, library: Library) -> None:
+    own = make(library, "parked")
+    own.prepare(store_with_peer("lazy"), 20.0)
+    assert own.switch == "lazy" and own.stage is Stage.PREPARED
+
+
+def test_lazy_closes_the_old_one_and_rebuilds_it(fake: FakeNccl, library: Library) -> None:
+    own = prepared(library, "lazy")
+    own.activate()
+    first = own.inner
+    own.park()
+    assert own.needs_rebuild and fake.log[-1] == "torch.shutdown"
+    own.close()
+    assert fake.log.count("torch.shutdown") == 1, "the closer may come to it again"
+    with pytest.raises(MoveFailed, match="rebuild it"):
+        own.resume()
+    own.rebuild(store_with_peer("lazy"), 20.0)
+    assert own.stage is Stage.CONNECTED and own.inner is not first
+
+
+@pytest.mark.parametrize("switch, freed_by", [("lazy", ["torch.abort"]),
+                                              ("parked", ["ncclCommSuspend", "ncclCommResume", "torch.abort"])])
+def test_what_was_never_connected_is_freed_without_its_peers(fake: FakeNccl, library: Library, switch: str,
+                                                             freed_by: list[str]) -> None:
+    prepared(library, switch).close()
+    assert fake.log[1:] == freed_by, "nothing is freed while it is suspended"
+
+
+def test_init_that_hangs_ends_by_its_deadline(fake: FakeNccl, library: Library) -> None:
+    fake.hangs.add("ncclCommInitRankConfig")
+    own = make(library, "lazy")
+    with pytest.raises(DeadlineExpired, match=r"g1/tp: init took longer than 0\.\d s"):
+        own.prepare(store_with_peer("lazy"), 0.3)
+    own.close()
+    assert fake.log.count("ncclCommAbort") == 1
+
+
+def test_init_is_ended_from_another_thread(fake: FakeNccl, library: Library) -> None:
+    fake.hangs.add("ncclCommInitRankConfig")
+    own = make(library, "lazy")
+    threading.Timer(0.1, own.abort).start()
+    with pytest.raises(Aborted, match="aborted by another thread"):
+        own.prepare(store_with_peer("lazy"), 20.0)
+    assert own.stage is Stage.ABORTED
+
+
+def test_an_adopted_one_is_aborted_by_torch(fake: FakeNccl, library: Library) -> None:
+    own = prepared(library, "lazy")
+    own.abort()
+    own.abort()
+    eventually(fake.log, "torch.abort")
+    with pytest.raises(MoveFailed, match="is aborted, expected prepared"):
+        own.activate()
+    own.close()
+    assert fake.log.count("torch.abort") == 1 and "ncclCommAbort" not in fake.log and own.inner is None
+
+
+@pytest.mark.parametrize("call", ["ncclCommSuspend", "ncclCommResume"])
+def test_parking_that_hangs_ends_by_its_deadline(fake: FakeNccl, library: Library, call: str) -> None:
+    fake.hangs.add(call)
+    own = make(library, "parked", park_timeout_s=0.3)
+    with pytest.raises(DeadlineExpired, match=r"g1/tp: (parking|resuming) took longer than 0\.3 s"):
+        own.prepare(store_with_peer("parked"), 20.0)
+        own.activate()
+    assert own.stage is Stage.ABORTED
+    own.close()
+
+
+def test_a_group_of_one_never_parks(fake: FakeNccl, library: Library) -> None:
+    own = NcclCommunicator("solo", (0,), 0, device=DEVICE, library=library, policy=NcclPolicy(switch="parked"))
+    own.prepare(dist.HashStore(), 20.0)
+    assert own.switch == "connected" and own.stage is Stage.PREPARED and own.peers == ()
+
+
+def test_nvls_must_be_off(fake: FakeNccl, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    with pytest.raises(MoveFailed, match="NCCL_NVLS_ENABLE must be 0"):
+        make(library, "lazy").prepare(dist.HashStore(), 1.0)
