@@ -99,6 +99,7 @@ class Groups:
         assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"
         handles = self.touched(slots)
         with self._maker.background():
+            self._make_solo()
             for handle in handles:
                 communicator = self._maker.make(f"g{generation}/{handle.name}", handle.slots, handle.rank(),
                                                 num_groups=len(handles))
@@ -191,18 +192,18 @@ class Groups:
         first_in = [h.name for h in self.handles.values() if h.size() > 1 and h.rank() == 0]
         num_rebuilt = sum(name in self._next for name in first_in)
         self._next.clear()
-        self._fill_solo_groups()
+        self._make_solo()  # where no group of several was prepared
+        for handle in self.handles.values():
+            if handle.size() == 1:
+                handle.inner = self._solo.inner
         return num_rebuilt, len(first_in) - num_rebuilt
 
-    def _fill_solo_groups(self) -> None:
+    def _make_solo(self) -> None:
         """Groups of one share one communicator for the life of the process: nobody else is in them."""
         if self._solo is None:
             self._solo = self._maker.make("solo", (0,), 0, num_groups=1)
             self._solo.prepare(dist.HashStore(), 60.0)
             self._solo.activate()
-        for handle in self.handles.values():
-            if handle.size() == 1:
-                handle.inner = self._solo.inner
 
     def retire(self) -> None:
         """After everybody has acknowledged the commit: close the old generation in the background, in one order."""

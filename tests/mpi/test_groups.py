@@ -12,6 +12,8 @@ import torch.distributed as dist
 from four_ranks import WAIT_S, Background, build_generation, count_resources, new_store, wait_until, world
 from three_slots import JOB_SIZE, MOVED_SLOT, STAYERS, Process, prepare, start_job, swap
 
+pytestmark = pytest.mark.fast
+
 NUM_SWAPS = 10
 _TAG = 7
 

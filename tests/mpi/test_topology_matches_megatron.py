@@ -12,6 +12,8 @@ from migration.groups import Groups
 from migration.job import close_job, open_groups
 from migration.topology import Group, grid_of
 
+pytestmark = pytest.mark.fast
+
 GRIDS = {"TP2 PP2 DP1": {"tp": 2, "pp": 2}, "TP2 PP1 DP2": {"tp": 2, "dp": 2}, "TP1 PP2 DP2": {"pp": 2, "dp": 2},
          "TP1 PP4 DP1": {"pp": 4, "num_layers": 4}, "TP1 PP1 DP4": {"dp": 4},
          "TP4 PP1 DP1": {"tp": 4, "num_attention_heads": 4}}
