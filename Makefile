@@ -12,7 +12,7 @@ STAMP := $(VENV)/.made
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-unit test-mpi test-runs test-fast clean
+.PHONY: help setup demo test test-unit test-mpi test-runs test-gpu bench test-fast clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -20,6 +20,8 @@ help:
 	@echo 'make demo       the main job on this machine: a host moves while it trains (under 4 minutes on 2 cores)'
 	@echo 'make test       all tests'
 	@echo 'make test-fast  unit tests and a quick selection of the others (under 3 minutes)'
+	@echo 'make test-gpu   tests on GPUs'
+	@echo 'make bench      figures of moves on this machine'
 	@echo 'make setup      the environment in .venv; the others do it first, and it is done only once'
 	@echo 'make clean      removes .venv and what tests and builds leave; runs/ stays'
 	@echo 'Options: PYTHON=python3.11 PIP_FLAGS="..."'
@@ -48,6 +50,15 @@ test-mpi: setup
 
 test-runs: setup
 	$(RUN) -m pytest -q tests/runs
+
+# On a machine with GPUs; prints the figures too.
+test-gpu: setup
+	$(RUN) -m pytest -q -s tests/gpu
+
+# Medians of 20 moves and of a plain save and restart, and the cost of the process-group wrapper.
+bench: setup
+	$(RUN) -m analysis.bench_moves
+	$(RUN) -m analysis.wrapper_cost
 
 test-fast: setup
 	$(RUN) -m pytest -q tests/unit

@@ -124,7 +124,10 @@ def main(body: str, rank: int, world: int, port_file: Path) -> int:
         return 1
     result |= {"nccl": own.library.version, "torch": torch.__version__, "gpu": torch.cuda.get_device_name(device)}
     (port_file.parent / f"{rank}.json").write_text(json.dumps(result))
-    own.barrier("end")  # rank 0 serves the store
+    own.barrier("end")
+    own.store.add("gone", 1)
+    while rank == 0 and own.store.add("gone", 0) < world:  # it serves the store: the others leave first
+        time.sleep(0.005)
     return 0
 
 
