@@ -21,6 +21,7 @@ import torch.distributed as dist
 from migration.communicators.base import Communicator
 from migration.communicators.makers import GlooMaker, Maker
 from migration.communicators.sandbox import SandboxCommunicator
+from migration.errors import MoveFailed
 from third_party.pytorch import process_group as wiring
 
 
@@ -105,6 +106,9 @@ class Groups:
                                                 num_groups=len(handles))
                 communicator.prepare(store, timeout_s)
                 self._next[handle.name] = communicator
+                if generation and communicator.switch == "lazy":
+                    raise MoveFailed(f"group {handle.name}: the device has no memory for a second connected communicator, "
+                                     "and this NCCL can't park the old one (2.30.3 can); free memory, or take it")
                 self._maker.connect_ahead(communicator)
                 if communicator.probes_when_prepared:
                     communicator.probe(self.device)
@@ -139,6 +143,14 @@ class Groups:
     def unconnected(self) -> list[str]:
         """Names of prepared groups that can be connected ahead of the pause, old and new side by side."""
         return [name for name, communicator in self._next.items() if communicator.connects_ahead]
+
+    def describe_costs(self, stage: str) -> str:
+        """What a stage of the prepared communicators took, for the log; empty where the device's memory isn't at stake."""
+        costs = {n: c.costs[stage] for n, c in self._next.items() if stage in c.costs}
+        switches = ", ".join(sorted({self._next[name].switch for name in costs}))
+        total = sum(c.seconds for c in costs.values()), sum(c.device_bytes for c in costs.values())
+        return (f"{stage} of {len(costs)} groups ({switches}): {total[0]:.3f} s, device memory {total[1] / 2**20:+.0f} "
+                "MiB on a GPU that others may use too") if costs else ""
 
     def connect(self, names: Iterable[str]) -> None:
         """Stage 2 ahead of the pause, by the training thread. Collective over each of these groups."""

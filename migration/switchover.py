@@ -41,6 +41,9 @@ def switch(member: Member, part: Part, job: Job) -> bool:
         member.report(part, Report.VERIFIED, digest, **_probes(old, new))
     except Exception as error:  # the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
+    for stage in ("prepare", "connect", "park"):
+        if told := member.groups.describe_costs(stage):
+            member.timeline.add_event("communicators", told, part.number)
     if _wait_verdict(member, part) == "ABORT":
         member.groups.resume(part.plan.slots)
         member.leave(part)

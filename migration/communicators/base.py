@@ -16,12 +16,21 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 OPERATION_TIMEOUT_S = 1800.0  # of a collective in training: an iteration may be long, a lost peer is noticed earlier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """What a stage took: seconds, and bytes that the device lost meanwhile (to whomever), negative for a gain."""
+
+    seconds: float
+    device_bytes: int
 
 
 class Communicator(ABC):
@@ -35,6 +44,7 @@ class Communicator(ABC):
         self.group_rank = group_rank
         self.inner: Any = None
         self.probe_digest = ""
+        self.costs: dict[str, StageCost] = {}  # by stage, where the device's memory is at stake
         self.switch = ""  # how an old one makes room for a new one; empty where it need not
 
     @abstractmethod

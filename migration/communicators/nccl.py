@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from migration.communicators import nccl_device
-from migration.communicators.base import OPERATION_TIMEOUT_S, Communicator
+from migration.communicators.base import OPERATION_TIMEOUT_S, Communicator, StageCost
 from migration.communicators.nccl_meeting import meet
-from migration.communicators.nccl_policy import NcclPolicy, StageCost, choose_switch, connected_peers
+from migration.communicators.nccl_policy import NcclPolicy, choose_switch, connected_peers
 from migration.errors import MoveFailed
 from nccl_bindings.communicator import Communicator as Bare
 from nccl_bindings.library import Library
@@ -66,7 +66,6 @@ class NcclCommunicator(Communicator):
         self.peers = connected_peers(policy.p2p, group_rank, len(slots)) if peers is None else peers
         self.switch = ""
         self.stage = Stage.NEW
-        self.costs: dict[str, StageCost] = {}
         self._bare = Bare(library, group_rank, len(slots), name)
         self._operation_timeout_s = OPERATION_TIMEOUT_S
         self._owner_lock = threading.Lock()  # held while the bare communicator changes its owner

@@ -45,14 +45,6 @@ class NcclPolicy:
             raise UserError(f"NCCL policy: connect_sizes_bytes={self.connect_sizes_bytes} needs positive sizes")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
-    """What a stage took: seconds, and bytes that the device lost meanwhile (to whomever), negative for a gain."""
-
-    seconds: float
-    device_bytes: int
-
-
 def choose_switch(policy: NcclPolicy, *, can_park: bool, free_bytes: int, num_groups: int) -> str:
     """This process's choice for a move that touches `num_groups` of its groups.
 
