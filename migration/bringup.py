@@ -48,7 +48,7 @@ def bring_up(world: World, config: Config, options: Options) -> Started:
 
     world.start(hello)
     roster = initial_roster(tuple(h["host"] for h in world.hellos), config)
-    check_moves(roster, options.vacate)
+    check_moves(roster, options.certain_moves())
     _compare(world)
     one_machine = len({h["address"] for h in world.hellos}) == 1
     return Started(options=dataclasses.replace(options, run=world.hellos[0]["run"]), samples=found[0], roster=roster,

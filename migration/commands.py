@@ -36,7 +36,7 @@ def launch_run(argv: list[str]) -> int:
     if args.np < 1:
         raise UserError(f"--np {args.np}: must be at least 1")
     hosts = spread_hosts(options.hosts, args.np) if options.hosts else tuple(f"r{i}" for i in range(args.np))
-    check_moves(initial_roster(hosts, config), options.vacate)
+    check_moves(initial_roster(hosts, config), options.certain_moves())
     rank_argv = [a for i, a in enumerate(argv) if not a.startswith("--np") and (i == 0 or argv[i - 1] != "--np")]
     rank_argv = [a for a in rank_argv if a != "--no-shared-imports"]
     if not args.run:

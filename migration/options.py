@@ -32,6 +32,10 @@ class Options:
         """The number of iterations after which this run ends: all, or those before `save_at`."""
         return num_iterations if self.save_at is None else self.save_at
 
+    def certain_moves(self) -> tuple[str, ...]:
+        """The moves that can be checked beforehand: with injected faults, nobody knows which of them come about."""
+        return () if self.faults else self.vacate
+
     def vacate_iterations(self) -> set[int]:
         """The iterations named by `vacate`."""
         return {int(text.rpartition("@")[2]) for text in self.vacate}
