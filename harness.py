@@ -70,6 +70,9 @@ def run_process(argv: list[str]) -> int:
     clock, world = Clock(), World()
     marks = {"start": clock()}
     try:
+        if argv[:1] == ["check"]:
+            from migration.check import check_process
+            return check_process(argv[1:])
         config, options = parse_run(argv)
         from migration.bringup import bring_up
         started = bring_up(world, config, options)
@@ -113,9 +116,9 @@ def end(code: int) -> int:
 def main(argv: list[str]) -> int:
     """Dispatch: a command, the launcher (--np), or one process under mpirun."""
     from migration import commands
-    if argv and argv[0] in commands.COMMANDS:
-        return commands.run(argv)
     under_launcher = any(name in os.environ for name in RANK_VARIABLES)
+    if argv and argv[0] in commands.COMMANDS and not (argv[0] == "check" and under_launcher):
+        return commands.run(argv)
     if under_launcher and ADDRESS_VARIABLE in os.environ and not forked_here():
         hand_over(os.environ[ADDRESS_VARIABLE], argv)
     if under_launcher:

@@ -91,7 +91,8 @@ def _train(run: Path, arguments: list[str], hosts: str = "b0,b1,b2,b3") -> Run:
     command = [sys.executable, "harness.py", "--np", "8", "--hosts", hosts, "--run", str(run), *arguments]
     done = subprocess.run(command, cwd=_ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"bench_moves: {' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        sys.exit(f"bench_moves: {' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}"
+                 f"{done.stderr[-2000:]}")
     return read_run(run)
 
 

@@ -81,10 +81,10 @@ def _find_gap(name: str, run: Run) -> str | None:
         row, other = rows[twice[0]], rows[twice[0] + 1]
         return (f"{name} has {_place(row['iteration'], row['slot'])} twice, by world ranks {row['world_rank']} and "
                 f"{other['world_rank']}")
-    for iteration in np.unique(rows["iteration"]).tolist():
+    numbers, num_rows = np.unique(rows["iteration"], return_counts=True)
+    for iteration in numbers[num_rows < len(run.slots)][:1].tolist():
         absent = sorted(set(run.slots) - set(rows["slot"][rows["iteration"] == iteration].tolist()))
-        if absent:
-            return f"{name} lacks {_place(iteration, absent[0])}"
+        return f"{name} lacks {_place(iteration, absent[0])}"
     if np.isnan(rows["loss"]).all():
         return f"{name} has no loss in any iteration"
     for slot in run.slots:

@@ -3,17 +3,18 @@
 What a run is: config.py (what it trains), profiles.py (named configs), options.py (how it is carried out),
 arguments.py (the command line), errors.py.
 
-A process's life: bringup.py (MPI comes up, everybody compares notes), process.py (wires a process together),
-world.py (MPI and the control thread), standby.py (a spare's life), job.py and model.py (the Megatron-Core job),
-data.py (samples as a function of their index), device.py (Megatron without CUDA), internals.py (Megatron's private names).
+A process's life: bringup.py (MPI comes up, everybody compares notes), preload.py (the heavy imports), placement.py
+(which GPU), process.py (wires a process together), world.py (MPI and the control thread), standby.py (a spare's life),
+job.py and model.py (the Megatron-Core job), data.py (samples as a function of their index), device.py (Megatron without
+CUDA), internals.py (Megatron's private names).
 
 A move: plan.py (who goes where), schedule.py (when), protocol.py (phases, events, actions in one table), move.py (the
 tally of reports), controller.py (decides), actions.py (carries out), watch.py (heartbeats, deadlines), member.py and
 part.py (a process's part), preparation.py and switchover.py (what it does in these phases), groups.py and
 communicators/ (process groups that outlive their communicator), state.py (everything that moves), transfer.py (its
-way), checkpoint.py (save and restart, to compare with), faults.py.
+way), checkpoint.py (save and restart, to compare with), placement.py (which GPU), preload.py (imports), faults.py.
 
-Beside it: topology.py and sizes.py (arithmetic), plan_report.py, requests.py (from outside), commands.py, record.py
+Beside it: topology.py and sizes.py (arithmetic), plan_report.py, check.py, check_conductor.py, check_measure.py and check_report.py (the preflight), requests.py (from outside), commands.py, record.py
 (progress, verdict), timeline.py (the log), versions.py, demo.py, launch.py, forkserver.py and zygote.py (one machine,
 one import).
 

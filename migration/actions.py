@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from migration.config import Config
+from migration.errors import UserError
 from migration.groups import start_store
 from migration.move import MoveTally
 from migration.options import Options
@@ -86,9 +87,16 @@ class Actions:
 
     def _take_store(self) -> None:
         """At every poll: go on when the store has come."""
-        if self._store_coming is not None and self._store_coming.done():
-            self._store, self._store_coming = self._store_coming.result(), None
+        if self._store_coming is None or not self._store_coming.done():
+            return
+        coming, self._store_coming = self._store_coming, None
+        if (error := coming.exception()) is None:
+            self._store = coming.result()
             self._when_store_comes()
+        elif self._tally.phase is Phase.PREPARING:
+            self._take_event(Event.MEMBER_FAILED, f"no store can be served at {self._address}: {error}")
+        else:
+            self._end_job(f"no store can be served at {self._address}: {error}")
 
     def _drop_store(self) -> None:
         self._store = self._store_coming = None
@@ -104,7 +112,7 @@ class Actions:
                          store=[self._address, self._store.port], timeout_s=self.options.prepare_deadline_s)
 
     def _propose_position(self) -> None:
-        """Two iterations past the furthest slot, but not before the one that was asked for."""
+        """Two iterations past the furthest slot, not before the one that was asked for, and not past another's hold."""
         assert self._current is not None
         self._drop_store()
         last = self.options.last_iteration(self.config.iterations) - 1
@@ -114,13 +122,15 @@ class Actions:
             position = self._current.hold
         else:
             position = min(max(furthest + 2 + len(self._unconnected), self._current.request.iteration or 0), last)
+            hold = self._schedule.next_hold(furthest)
+            position = position if hold is None else min(position, hold)
         if before is not None and position <= before:
             self._take_event(Event.JOB_ENDED, "training ends before the move could take effect")
             return
         self._watch.set_deadline(self.options.switch_deadline_s, "agreeing on the position")
-        self._tally.propose(position)
-        self._to_members("PROPOSE", position=position,
-                         connects=spread_connects(self._unconnected, furthest + 2, position))
+        connects = spread_connects(self._unconnected, furthest + 2, position)
+        self._tally.propose(position, first_stop=min([position, *(at for _, at in connects)]))
+        self._to_members("PROPOSE", position=position, connects=connects)
 
     def _send_switch(self) -> None:
         self._watch.clear_deadline()  # starts anew with the first arrival: until then everybody trains
@@ -192,7 +202,10 @@ class Actions:
         self._record.end(status, error, self._tally, self.term)
         if error is None:
             self.timeline.close()  # HDF5 doesn't let a process read the file that it writes
-            self._on_end(self.options.run)
+            try:
+                self._on_end(self.options.run)
+            except UserError as problem:  # a log that can't be read doesn't make a completed run a failed one
+                self._say(f"no report: {problem}")
         # plain mpirun calls it a failure if a process ends without MPI_Finalize, which needs every process
         finalize = error is None and not self._tally.roster.lost
         self._broadcast("END", code=int(error is not None), finalize=finalize)

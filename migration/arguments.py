@@ -25,6 +25,7 @@ commands beside a run (each has --help):
   python harness.py status  --run RUN                 iteration, phase, who is where
   python harness.py cancel  --run RUN                 cancel the move under way, or the next queued one
   python harness.py plan    --profile P --hosts b0,b1,b2,b3 --np 8 --vacate b1       what a move would do, without a job
+  python harness.py check   --profile P --hosts b0,b1,b2,b3 --np 8      can these processes run it? (or under mpirun)
   python harness.py demo                              an undisturbed run, a run with a move, and their comparison
 afterwards: python -m analysis.report RUN, python -m analysis.compare RUN_A RUN_B
 A running process answers SIGUSR2 by asking that its own host be vacated."""

@@ -129,11 +129,16 @@ def _demo(argv: list[str]) -> int:
     return demo(argv)
 
 
+def _check(argv: list[str]) -> int:
+    from migration.check import launch_check
+    return launch_check(argv)
+
+
 def _add_run(parser: Parser) -> None:
     parser.add_argument("--run", required=True, help="folder of the running job, as it was printed at its start")
 
 
-COMMANDS = {"request": _request, "status": _status, "cancel": _cancel, "plan": _plan, "demo": _demo}
+COMMANDS = {"request": _request, "status": _status, "cancel": _cancel, "plan": _plan, "demo": _demo, "check": _check}
 
 
 def run(argv: list[str]) -> int:

@@ -33,6 +33,7 @@ class Controller(Actions):
         super().__init__(world=world, config=config, options=options, roster=roster, timeline=timeline,
                          address=address, term=term, on_end=on_end)
         self._ready: set[int] = set()
+        self._is_starting = term > 0  # the first generation is being built, or has been
         self._started: set[int] = set()
         self._finished: set[int] = set()
         self._fatal: tuple[float, str] | None = None  # when to end the job, and why
@@ -50,7 +51,12 @@ class Controller(Actions):
 
     def _on_ready(self, record: Record) -> None:
         self._ready.add(record["from"])
-        if len(self._ready) == self.world.size:
+        self._start_if_ready()
+
+    def _start_if_ready(self) -> None:
+        """Once everybody is ready; of a spare that was lost before, nobody waits."""
+        if not self._is_starting and len(self._ready | self._tally.roster.lost) == self.world.size:
+            self._is_starting = True
             self._start_store(lambda: self._broadcast("START", store=[self._address, self._store.port]))
 
     def _on_started(self, record: Record) -> None:
@@ -81,7 +87,7 @@ class Controller(Actions):
     def _end_fatally(self, now_s: float) -> None:
         assert self._fatal is not None
         roster = self._tally.roster
-        silent = [f"world rank {r} on {roster.hosts[r]}" for r, silent_s in self._watch.silent_for(now_s, _LOOK_AROUND_S)
+        silent = [f"world rank {r} on {roster.hosts[r]}" for r, _ in self._watch.silent_for(now_s, _LOOK_AROUND_S)
                   if r not in roster.lost]
         first = f"{' and '.join(silent)} died or can't be reached; first seen by " if silent else ""
         self._end_job(first + self._fatal[1])
@@ -144,6 +150,8 @@ class Controller(Actions):
         if rank not in roster.holders:
             self._send(rank, "END", code=1, finalize=False)  # if it only hangs, it must not stay behind
         self._act(self._tally.lose(rank, text))
+        if not self._ended:
+            self._start_if_ready()
 
     def _expire(self, reason: str) -> None:
         missing = self._tally.waiting
@@ -186,6 +194,9 @@ class Controller(Actions):
     def _request(self, text: str, origin: str) -> int:
         """Take a request; returns its number. Raises UserError if it can't be done as things stand."""
         request = parse_vacate(text, need_iteration=False)
+        last = self.options.last_iteration(self.config.iterations) - 1
+        if request.iteration is not None and request.iteration > last:
+            raise UserError(f"vacate {text}: the last iteration of the run is {last}")
         if self._tally.phase is Phase.TRAINING:
             plan_move(self._tally.roster, request)
         self.timeline.add_event("request", f"{text} ({origin})")

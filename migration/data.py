@@ -32,6 +32,7 @@ class TokenSource(Protocol):
     name: str
     num_tokens: int
     digest: str
+    num_skipped_files: int  # left out, since they aren't text
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Tokens start to start+length-1 as int64, (length,)."""
@@ -81,6 +82,7 @@ class IndexedSource:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         self.name = prefix
+        self.num_skipped_files = 0
         self._vocab_size = vocab_size
         paths = [Path(prefix + suffix) for suffix in INDEXED_SUFFIXES]
         for path, other in (paths, paths[::-1]):

@@ -28,7 +28,7 @@ def demo(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.iterations < 30:
         raise UserError(f"--iterations {args.iterations}: the demo's moves need at least 30")
-    folder = Path(os.path.abspath(args.run)) if args.run else Path(os.path.abspath( f"runs/{time.strftime('%Y%m%d-%H%M%S')}-demo"))
+    folder = Path(os.path.abspath(args.run or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-demo"))
     still, moved = folder / "undisturbed", folder / "moved"
     first, second = args.iterations // 5, args.iterations // 2
     common = ["harness.py", "--np", "8", "--profile", "tiny_TP2_PP1", "--hosts", "b0,b1,b2,b3",

@@ -22,7 +22,3 @@ class IllegalEvent(RuntimeError):
 
 class StateMismatch(MoveFailed):
     """The state of leaver and joiner differ in names, shapes, dtypes or bits."""
-
-
-class StaleTerm(RuntimeError):
-    """A record from a controller whose term is over; it is refused and changes nothing."""

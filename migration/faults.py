@@ -61,7 +61,8 @@ class Faults:
         Raises InjectedFault for `raise`; `kill` is a hang that ends soon.
         """
         with self._lock:
-            due = next((f for f in self._waiting if f.phase == phase and f.slot == slot and f.move in (None, move)), None)
+            due = next((fault for fault in self._waiting
+                        if (fault.phase, fault.slot) == (phase, slot) and fault.move in (None, move)), None)
             if due is None:
                 return ""
             self._waiting.remove(due)

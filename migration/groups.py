@@ -104,10 +104,10 @@ class Groups:
             for handle in handles:
                 communicator = self._maker.make(f"g{generation}/{handle.name}", handle.slots, handle.rank(),
                                                 num_groups=len(handles))
+                self._next[handle.name] = communicator  # before it is prepared, so that `abort_next` can end that too
                 communicator.prepare(store, timeout_s)
-                self._next[handle.name] = communicator
                 if generation and communicator.switch == "lazy":
-                    raise MoveFailed(f"group {handle.name}: the device has no memory for a second connected communicator, "
+                    raise MoveFailed(f"group {handle.name}: the device lacks memory for a second connected one, "
                                      "and this NCCL can't park the old one (2.30.3 can); free memory, or take it")
                 self._maker.connect_ahead(communicator)
                 if communicator.probes_when_prepared:
@@ -145,7 +145,7 @@ class Groups:
         return [name for name, communicator in self._next.items() if communicator.connects_ahead]
 
     def describe_costs(self, stage: str) -> str:
-        """What a stage of the prepared communicators took, for the log; empty where the device's memory isn't at stake."""
+        """What a stage of the prepared communicators took, for the log; empty where no device memory is at stake."""
         costs = {n: c.costs[stage] for n, c in self._next.items() if stage in c.costs}
         switches = ", ".join(sorted({self._next[name].switch for name in costs}))
         total = sum(c.seconds for c in costs.values()), sum(c.device_bytes for c in costs.values())
@@ -222,7 +222,7 @@ class Groups:
         self._closer.release()
 
     def resume(self, slots: Iterable[int]) -> None:
-        """The move aborted at the boundary: the live communicators go on. Collective over each group that was parked."""
+        """The move aborted at the boundary: the live communicators go on. Collective over each parked group."""
         for handle in self.touched(slots):
             if handle.name in self._live:  # a joiner has none
                 self._live[handle.name].resume()

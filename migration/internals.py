@@ -28,10 +28,6 @@ def param_buffers(chunk: Any) -> list[torch.Tensor]:
     return [b.param_data for b in buffers] if all(b.param_data is not None for b in buffers) else []
 
 
-def grad_buffers(chunk: Any) -> list[torch.Tensor]:
-    return [b.grad_data for b in list(chunk.buffers) + list(chunk.expert_parallel_buffers)]
-
-
 def outstanding(chunks: list[Any]) -> list[str]:
     """Names of collectives that were started and not waited for; must be empty at a boundary."""
     found = []

@@ -128,7 +128,7 @@ class Job:
         self.history.num_skipped += not stepped
 
     def run_shadow_iteration(self) -> None:
-        """One whole iteration in the sandbox: kernels, allocator and lazy initialisation are paid for before the switch.
+        """One whole iteration in the sandbox: pays for kernels, allocator and lazy initialisation before the switch.
 
         Its numbers mean nothing, and everything it changes is overwritten by the transfer.
         """

@@ -12,7 +12,6 @@ imports mpiexec never sees anybody leave before the last one has ended (see fork
 """
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -38,7 +37,8 @@ _RESULT_GRACE_S = 20.0  # from result.json to the end of the last process
 
 
 def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_imports: bool = True,
-           program: Path = _HARNESS, preload: str = "migration.preload:preload", entry: str = "harness:run_process") -> int:
+           program: Path = _HARNESS, preload: str = "migration.preload:preload",
+           entry: str = "harness:run_process") -> int:
     """Runs `program` with `argv` in `num_processes` processes; returns the exit code of the run.
 
     argv already contains `--run run_dir` and no `--np`. 0: the run says it completed, 1: it failed or left no result,
@@ -73,12 +73,15 @@ def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_impo
 def _pass_on(errors: IO[bytes], own: Path) -> None:
     """Standard error of the job, less what mpiexec says about itself: with these flags it complains after good runs."""
     for line in errors:
-        if line.startswith((b"[mpiexec@", b"[proxy:")):
-            with contextlib.suppress(OSError), own.open("ab") as log:  # the folder may not be there yet, or any more
-                log.write(line)
-        else:
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+        try:
+            if line.startswith((b"[mpiexec@", b"[proxy:")):
+                with own.open("ab") as log:
+                    log.write(line)
+                continue
+        except OSError:
+            pass  # no folder: the run hasn't come so far, and perhaps this is why
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
 
 
 def _find_mpiexec() -> Path:

@@ -20,6 +20,7 @@ from migration import preparation, switchover
 from migration.errors import MoveFailed
 from migration.faults import Fault, Faults, hang
 from migration.groups import Groups
+from migration.launch import RUN_VARIABLE
 from migration.move import Report
 from migration.options import Options
 from migration.part import Part
@@ -122,12 +123,14 @@ class Member:
         self.term, self.controller = record["term"], record["controller"]
 
     def _on_end(self, record: Record) -> None:
-        if record["finalize"]:
+        # MPI may still hold what this process has sent, such as everybody's END: keep it going for a while
+        self._ending = (time.monotonic() + _LAST_SENDS_S, record["code"])
+        if record["finalize"] and RUN_VARIABLE not in os.environ:
+            # under one's own mpirun, which calls it a failure (exit code 9) if a process ends before MPI does; --np looks
+            # at result.json instead
             self.timeline.close()
             self.world.finalize()
             self.end_process("", record["code"])
-        # MPI may still hold what this process has sent, such as everybody's END: keep it going for a while
-        self._ending = (time.monotonic() + _LAST_SENDS_S, record["code"])
 
     def _on_prepare(self, record: Record) -> None:
         plan = MovePlan.from_json(record["plan"])
@@ -250,31 +253,35 @@ class Member:
 
         Collective over the members of the move that switches here, if one does; otherwise it only takes a lock.
         """
-        with self._changed:
-            self._position, self._begun = job.iteration, False
-            while self._must_wait(job.iteration):
-                self._changed.wait(1.0)
-            part = self.part
-            stops = part is not None and part.verdict == "SWITCH" and (
-                part.position == job.iteration or part.due(job.iteration))
-            if not stops:
-                self._begun = True
-                return True
-            part.num_busy += 1
-        stays = True
-        if part.position == job.iteration:
-            stays = switchover.switch(self, part, job)
-        else:
-            switchover.connect_ahead(self, part, job.iteration)
+        while (part := self._wait_for_part(job.iteration)) is not None:
+            if part.position != job.iteration:
+                switchover.connect_ahead(self, part, job.iteration)
+                break
+            if not switchover.switch(self, part, job):
+                return False
+            # once more: training may be held here for another move
         with self._changed:
             self._begun = True
-        return stays
+        return True
+
+    def _wait_for_part(self, iteration: int) -> Part | None:
+        """The move for which something is to be done before `iteration`; None: the iteration has begun."""
+        with self._changed:
+            self._position, self._begun = iteration, False
+            while self._must_wait(iteration):
+                self._changed.wait(1.0)
+            part = self.part
+            if part is not None and part.verdict == "SWITCH" and (part.position == iteration or part.due(iteration)):
+                part.num_busy += 1
+                return part
+            self._begun = True
+            return None
 
     def _must_wait(self, iteration: int) -> bool:
         part = self.part
         if part is not None and part.first_stop == iteration and part.verdict == "":
             return True
-        if part is not None and part.position == iteration:
+        if part is not None and part.position == iteration and part.verdict == "SWITCH":
             return False
         return iteration in self._holds
 

@@ -43,6 +43,7 @@ class MoveTally:
         self.number = num_moves - 1  # of the move under way, or of the last one
         self.plan: MovePlan | None = None
         self.position: int | None = None
+        self._first_stop = 0
         self.bits_kept = True
         self.reason = ""
         self._require_bitwise = require_bitwise
@@ -77,9 +78,13 @@ class MoveTally:
             self._waiting = self.members
         return actions
 
-    def propose(self, position: int) -> None:
-        """A (further) position was sent to everybody: their answers to an earlier one count for nothing."""
-        self.position = position
+    def propose(self, position: int, first_stop: int | None = None) -> None:
+        """A (further) position was sent to everybody: their answers to an earlier one count for nothing.
+
+        `first_stop`: the first boundary at which something is to be done, where that is before the position; a member
+        that is past it refuses.
+        """
+        self.position, self._first_stop = position, position if first_stop is None else first_stop
         self._waiting = self.members
 
     def event(self, event: Event, reason: str = "") -> tuple[Action, ...]:
@@ -88,6 +93,8 @@ class MoveTally:
         actions = self._machine.handle(event)
         if self.phase is not before:
             self._enter(reason or event.value)
+        if Action.FAIL_JOB in actions:
+            self.reason = reason or event.value
         return actions
 
     def lose(self, world_rank: int, reason: str = "") -> tuple[Action, ...]:
@@ -100,8 +107,6 @@ class MoveTally:
             event = Event.JOINER_LOST
         self.roster = self.roster.without(world_rank)
         self._waiting.discard(world_rank)
-        if event is Event.SLOT_LOST:
-            self.reason = reason
         return self.event(event, reason)
 
     def recount(self) -> tuple[Action, ...]:
@@ -123,7 +128,7 @@ class MoveTally:
             return ()
         if report is Report.REFUSED:
             # several members may refuse one position; those that come after the next proposal don't speak of it
-            return self.event(Event.POSITION_REFUSED) if value >= self.position else ()
+            return self.event(Event.POSITION_REFUSED) if value >= self._first_stop else ()
         if report is Report.ACCEPTED and value != self.position:
             return ()
         if report is Report.PREPARED:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from migration.communicators.base import OPERATION_TIMEOUT_S
 from migration.groups import connect_store
 from migration.move import Report
 from migration.part import Part
@@ -55,6 +56,7 @@ def _build(member: Member, part: Part) -> tuple[str | None, str | None]:
             new = groups.prepare(part.generation, store, slots, timeout_s)
     if part.role != "stayer":
         with timeline.span("prepare_pair", "PREPARING", **part.tags(member.generation)):
+            # the joiner waits in it for the boundary, however far that is; what hangs there the controller aborts
             part.pair = groups.prepare_pair(f"g{part.generation}/pair{part.slot}", store, int(part.role == "joiner"),
-                                            timeout_s, member.options.switch_deadline_s)
+                                            timeout_s, OPERATION_TIMEOUT_S)
     return old, new

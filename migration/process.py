@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -42,6 +43,7 @@ class Process:
             Path(self.options.run) / "log" / f"w{world.rank:04d}.h5", world_rank=world.rank, host=own["host"],
             config=asdict(config), options=asdict(self.options), versions={**own["versions"], "mpi": world.library},
             hosts=list(started.roster.hosts), clock=clock)
+        self._tell_data()
         self._take_device()
         self.groups = Groups(device.current_device(),
                              build_maker(device.current_device(), self.options.switch,
@@ -57,6 +59,15 @@ class Process:
         world.go(self._on_record, self._on_tick)
         if self.member.slot is None:
             self.member.tell("READY")
+
+    def _tell_data(self) -> None:
+        """What is read goes into the log, and to the user where something is left out."""
+        source = self.samples.source
+        skipped = f"; {source.num_skipped_files} files left out, which aren't UTF-8" if source.num_skipped_files else ""
+        self.timeline.add_event("data", f"{source.name}: {source.num_tokens} tokens{skipped}")
+        if skipped and self.world.rank == 0:
+            sys.stdout.write(f"data {source.name}: {source.num_tokens} tokens{skipped}\n")
+            sys.stdout.flush()
 
     def _take_device(self) -> None:
         """Choose a GPU, and tell NCCL which host this is, before either is started in this process."""
@@ -108,7 +119,7 @@ class Process:
         self.member.tell("PROGRESS", iteration=made.iteration, **extra)
 
     def finish(self, made: Job) -> None:
-        """Training is done: write the final digests, say so, and wait for the controller to end the process."""
+        """Training is done: write the final digests, say so, and wait for the control thread to end the process."""
         self.member.finished(self.num_iterations)
         if self.options.save_at is not None:
             with self.timeline.span("save", "TRAINING", slot=made.slot, iteration=made.iteration) as span:
@@ -117,7 +128,7 @@ class Process:
         for kind, digest in state.digests(state.capture(made)).items():
             self.timeline.add_digest(made.slot, kind, digest)
         self.member.tell("FINISHED")
-        threading.Event().wait()
+        self.member.wait_for(lambda: False)
 
     def device_bytes(self) -> int:
         return device.memory_bytes()

@@ -42,7 +42,8 @@ class MoveRecord:
         if report is Report.PREPARED:
             self.ready_s = now_s  # the last one counts
         if report is Report.ACKNOWLEDGED and "arrived_s" in record:
-            self.arrived_s.append(record["arrived_s"])
+            if record["from"] not in self.plan.joiners:  # to it, the boundary is when its leaver's state begins to come
+                self.arrived_s.append(record["arrived_s"])
             self.resumed_s.append(record["resumed_s"])
             self.num_bytes += record["bytes"]
             self.num_rebuilt += record["groups"][0]
@@ -110,8 +111,9 @@ class RunRecord:
         self._add(columns)
         if columns["outcome"] == "COMMITTED":
             self.say(f"move {move.request} committed before iteration {columns['iteration']}: generation "
-                     f"{tally.generation}, setup {columns['setup_s']:.2f} s, downtime {columns['downtime_s'] * 1e3:.0f} "
-                     f"ms, {columns['bytes'] / 1e6:.2f} MB" + (f"; {columns['reason']}" if columns["reason"] else ""))
+                     f"{tally.generation}, setup {columns['setup_s']:.2f} s, "
+                     f"downtime {columns['downtime_s'] * 1e3:.0f} ms, {columns['bytes'] / 1e6:.2f} MB"
+                     + (f"; {columns['reason']}" if columns["reason"] else ""))
 
     def refuse(self, request: str, reason: str, generation: int, term: int) -> None:
         """A request that never became a move."""

@@ -1,21 +1,38 @@
 """Requests to a running job from outside: a line of JSON each way over TCP, to whoever is the controller.
 
 The controller's process listens; its address and a secret lie in RUN/controller.json, readable by the user alone. The
-server is polled by the control thread and never blocks it for long; the client is `harness.py request|status|cancel`.
+server is polled by the control thread and doesn't block it; the client is `harness.py request|status|cancel`. Anybody
+may connect, so nothing that comes without the secret may do more than be turned away.
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from migration.errors import UserError
 
-_TIMEOUT_S = 1.0
+_TIMEOUT_S = 10.0  # of a client for a reply, and of the server for the rest of a request
+_SEND_TIMEOUT_S = 1.0  # of a reply, which the kernel takes at once unless it is very long
+_HAND_OVER_S = 3.0  # for the controller's role to come to another process
+_MAX_REQUEST_BYTES = 1 << 16
+_MAX_WAITING = 32  # connections at once, so that strangers can't take every file descriptor of the process
+
+
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """A connection whose request hasn't come whole."""
+
+    connection: socket.socket
+    ends_s: float  # monotonic
+    data: bytes = b""
 
 
 class RequestServer:
@@ -25,6 +42,7 @@ class RequestServer:
         self._secret = secrets.token_hex(16)
         self._socket = socket.create_server(("", 0))
         self._socket.setblocking(False)
+        self._waiting: list[_Waiting] = []
         self._path = Path(run) / "controller.json"
         text = json.dumps({"host": address, "port": self._socket.getsockname()[1], "secret": self._secret,
                            "term": term, "world_rank": world_rank, "pid": os.getpid()})
@@ -35,48 +53,95 @@ class RequestServer:
         os.replace(unfinished, self._path)
 
     def poll(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Answer at most one waiting request. A request that can't be read is answered with an error."""
+        """Answer the requests that have come whole. What is no request of this run's user is answered with an error."""
+        if len(self._waiting) < _MAX_WAITING:
+            with contextlib.suppress(OSError):  # nobody came, or has left again, or can't be served just now
+                connection, _ = self._socket.accept()
+                connection.setblocking(False)
+                self._waiting.append(_Waiting(connection=connection, ends_s=time.monotonic() + _TIMEOUT_S))
+        self._waiting = [waiting for waiting in self._waiting if not self._is_done(waiting, answer)]
+
+    def _is_done(self, waiting: _Waiting, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+        connection = waiting.connection
         try:
-            connection, _ = self._socket.accept()
+            part = connection.recv(_MAX_REQUEST_BYTES)
         except BlockingIOError:
-            return
+            if time.monotonic() < waiting.ends_s:
+                return False
+            part = b""
+        except OSError:
+            part = b""  # the client is gone
+        waiting.data += part
+        if part and not waiting.data.endswith(b"\n") and len(waiting.data) < _MAX_REQUEST_BYTES:
+            return False
         with connection:
-            connection.settimeout(_TIMEOUT_S)
-            try:
-                request = json.loads(_read_line(connection))
-                if request.pop("secret", None) != self._secret:
-                    reply: dict[str, Any] = {"error": "the secret is wrong: this is another run's controller"}
-                else:
-                    reply = answer(request)
-                connection.sendall(json.dumps(reply).encode() + b"\n")
-            except (OSError, ValueError):
-                return  # the client went away or sent no JSON: nobody is left to answer
+            reply = json.dumps(self._reply(waiting.data, answer)).encode() + b"\n"
+            with contextlib.suppress(OSError):  # the client went away: nobody is left to answer
+                connection.settimeout(_SEND_TIMEOUT_S)
+                connection.sendall(reply)
+        return True
+
+    def _reply(self, data: bytes, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            request = json.loads(data)
+        except (ValueError, RecursionError):
+            request = None
+        if not isinstance(request, dict):
+            return {"error": "this is no request"}
+        if not secrets.compare_digest(str(request.pop("secret", "")).encode(), self._secret.encode()):
+            return {"error": "the secret is wrong: this is another run's controller"}
+        return answer(request)
 
     def close(self) -> None:
+        for waiting in self._waiting:
+            waiting.connection.close()
         self._socket.close()
 
 
 def send_request(run: str, request: dict[str, Any]) -> dict[str, Any]:
     """Ask the controller of the job in `run`. Raises UserError if there is no such job or it refuses."""
+    contact = _read_contact(run)
+    ends_s = time.monotonic() + _HAND_OVER_S
+    while True:
+        try:
+            reply = _exchange(contact, request)
+            break
+        except (OSError, ValueError) as error:
+            # perhaps the role is on its way to another process, which will say so in the file
+            before, contact = contact, _wait_for_another(run, contact, ends_s)
+            if contact == before:
+                raise UserError(f"--run {run}: no job answers there; it has ended, or its controller can't be reached "
+                                f"from this machine ({error})") from None
+    if "error" in reply:
+        raise UserError(reply["error"])
+    return reply
+
+
+def _read_contact(run: str) -> dict[str, Any]:
     path = Path(run) / "controller.json"
     if not Path(run).is_dir():
         raise UserError(f"--run {run}: there is no such folder")
     try:
-        contact = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"--run {run}: no job has started there (no controller.json)") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: can't be read: {error}") from None
-    try:
-        with socket.create_connection((contact["host"], contact["port"]), timeout=10.0) as connection:
-            connection.sendall(json.dumps({**request, "secret": contact["secret"]}).encode() + b"\n")
-            reply = json.loads(_read_line(connection))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--run {run}: no job answers there; it has ended, or its controller can't be reached from "
-                        f"this machine ({error})") from None
-    if "error" in reply:
-        raise UserError(reply["error"])
-    return reply
+
+
+def _wait_for_another(run: str, contact: dict[str, Any], ends_s: float) -> dict[str, Any]:
+    """Another controller than `contact`; or `contact`, if there is none until `ends_s` (monotonic) or the run's end."""
+    while (found := _read_contact(run)) == contact and time.monotonic() < ends_s:
+        if (Path(run) / "result.json").exists():
+            break
+        time.sleep(0.05)
+    return found
+
+
+def _exchange(contact: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    with socket.create_connection((contact["host"], contact["port"]), timeout=_TIMEOUT_S) as connection:
+        connection.sendall(json.dumps({**request, "secret": contact["secret"]}).encode() + b"\n")
+        return json.loads(_read_line(connection))
 
 
 def _read_line(connection: socket.socket) -> bytes:

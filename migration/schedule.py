@@ -73,6 +73,13 @@ class Schedule:
         """Whether training must go on waiting at iteration `hold` for a move that is still to come."""
         return any(p.hold == hold for p in self._scheduled)
 
+    def next_hold(self, furthest: int) -> int | None:
+        """The next iteration at which training waits for a move still to come, the furthest slot being at `furthest`.
+
+        A move that began before that one must take effect there at the latest, or each would wait for the other.
+        """
+        return min((p.hold for p in self._scheduled if p.hold is not None and p.hold >= furthest), default=None)
+
     def to_json(self) -> dict[str, Any]:
         return {"scheduled": [asdict(p) for p in self._scheduled], "queue": [asdict(p) for p in self._queue],
                 "num_requests": self._num_requests}

@@ -53,7 +53,8 @@ def receive_header(pair: Communicator, device: torch.device) -> tuple[dict, int]
 def receive_tensors(pair: Communicator, header: dict, state: State) -> int:
     """Joiner's side: fills the tensors of its own `state` in place. Returns the bytes received.
 
-    Collective over the pair. Raises StateMismatch if names, dtypes or shapes differ, RuntimeError if the leaver is gone.
+    Collective over the pair. Raises StateMismatch if names, dtypes or shapes differ, RuntimeError if the leaver is
+    gone.
     """
     _check(header["manifest"], state.manifest())
     chunks = _chunks(state)

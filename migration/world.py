@@ -102,6 +102,13 @@ class World:
         watch.start()
         self._request.Cancel()
         self._mpi.Finalize()
+        if "PMI_FD" in os.environ and "SLURM_PROCID" not in os.environ:
+            # MPICH tells hydra in an exit handler that this process is done, and without that hydra kills the others and
+            # returns 9. os._exit runs no handlers; a normal exit runs torch's destructors too, and then 2 of 4 runs ended
+            # in std::terminate. So the line of the PMI-1 protocol is sent from here.
+            descriptor = int(os.environ["PMI_FD"])
+            os.write(descriptor, b"cmd=finalize\n")
+            os.read(descriptor, 64)
         watch.cancel()
 
     # ---- the control thread
@@ -140,6 +147,8 @@ class World:
             own: dict[str, Any] = hello(self.rank, self.size)
         except UserError as error:
             own = {"error": str(error)}
+        except Exception as error:  # everybody must hear of it, or they would wait here for ever
+            own = {"error": f"world rank {self.rank} on {socket.gethostname()}: {traceback.format_exc().strip()}"}
         self.hellos = self._comm.allgather(own)
         wrong = [h["error"] for h in self.hellos if "error" in h]
         if wrong:

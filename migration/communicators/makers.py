@@ -45,7 +45,7 @@ class GlooMaker(Maker):
 
 
 class NcclMaker(Maker):
-    """On CUDA. `connect_in_background`: connect on the prepare thread, on a stream of its own, instead of in the pause."""
+    """On CUDA. `connect_in_background`: connect on the prepare thread, on a stream of its own, not in the pause."""
 
     def __init__(self, device: torch.device, switch: str, connect_in_background: bool) -> None:
         from migration.communicators.nccl_policy import NcclPolicy

@@ -76,6 +76,11 @@ def test_moves_at_neighbouring_iterations(harness: Harness, undisturbed: Undistu
     move_and_compare(harness, undisturbed, Case(), at=(5, 6, 7))
 
 
+def test_moves_at_one_iteration(harness: Harness, undisturbed: Undisturbed) -> None:
+    """Each takes effect there, one after the other: training waits for both."""
+    move_and_compare(harness, undisturbed, Case(), at=(5, 5, 5))
+
+
 def test_fp16_with_overflows(harness: Harness, undisturbed: Undisturbed) -> None:
     """The loss scale is too large at first and grows fast, so that steps are skipped before, at and after the moves."""
     case = Case(settings=("dtype=fp16", "initial_loss_scale=2097152", "loss_scale_window=3"))

@@ -72,6 +72,7 @@ def test_what_is_refused_changes_nothing(harness: Harness, start_harness: Callab
     wait_for_iteration(job, 1)
     refused(ask(harness, job, "request", "--vacate", "nowhere"), "nowhere")
     refused(ask(harness, job, "request", "--vacate", "b0,b1"), "b0,b1", "spare")
+    refused(ask(harness, job, "request", "--vacate", "b1@100000"), "b1@100000", "last iteration")
     refused(ask(harness, job, "cancel"), "cancel")
     found = status(harness, job)
     assert (found["phase"], found["generation"], found["queued"]) == ("TRAINING", 0, [])
@@ -103,6 +104,32 @@ def test_request_during_a_move_is_queued(harness: Harness, start_harness: Callab
     assert [(move["request"], move["outcome"]) for move in result["moves"]] == [("b1->b3@8", "COMMITTED"),
                                                                                ("b0->b1", "COMMITTED")]
     assert [move["assignments"] for move in result["moves"]] == [[[2, 2, 6], [3, 3, 7]], [[0, 0, 2], [1, 1, 3]]]
+    assert_equal(LONG, undisturbed(LONG), job.run)
+
+
+def test_request_before_a_move_that_training_waits_for(harness: Harness, start_harness: Callable[..., Running],
+                                                       undisturbed: Undisturbed) -> None:
+    """Training is held for the second move before the first is ready: the first takes effect there, and then it too."""
+    case = Case(settings=("num_microbatches=1",))
+    job = start_harness(*case.arguments(10), *vacate("b1->b3@8"), "--lead", "0", "--slow-joiner", "4", np=10)
+    job.wait_for(lambda: (job.run / "controller.json").exists(), "the controller to take requests")
+    assert ask(harness, job, "request", "--vacate", "b0->b4").rc == 0
+    result = completed(job.wait())
+    assert_moves(result, [(8, [[0, 0, 8], [1, 1, 9]]), (8, [[2, 2, 6], [3, 3, 7]])])
+    assert_equal(case, undisturbed(case), job.run)
+
+
+def test_a_vacated_host_can_go_away(harness: Harness, start_harness: Callable[..., Running],
+                                    undisturbed: Undisturbed) -> None:
+    """Even that of world rank 0, the first controller: its processes are killed, and the next one takes requests."""
+    job = start_harness(*LONG.arguments(8), "--heartbeat-timeout", "5")
+    wait_for_iteration(job, 1)
+    assert ask(harness, job, "request", "--vacate", "b0", "--wait").rc == 0
+    for world_rank in (0, 1):
+        os.kill(pid_of(job.run, world_rank), signal.SIGKILL)
+    found = status(harness, job)
+    assert (found["term"], found["controller"]) == (1, 2)
+    completed(job.wait())
     assert_equal(LONG, undisturbed(LONG), job.run)
 
 

@@ -138,6 +138,22 @@ def test_a_second_refusal_of_the_old_position_is_late() -> None:
     assert move.report(Report.REFUSED, 1, 0, POSITION + 3) == (Action.PROPOSE_POSITION,), "now it is"
 
 
+def test_a_member_past_the_first_stop_refuses_though_it_is_not_past_the_position() -> None:
+    move = advance_to(Phase.READY)
+    move.propose(POSITION, first_stop=POSITION - 3)  # groups are connected at the boundaries between
+    assert move.report(Report.REFUSED, 0, 0, POSITION - 4) == (), "late, of an earlier proposal"
+    assert move.report(Report.REFUSED, 1, 0, POSITION - 2) == (Action.PROPOSE_POSITION,)
+
+
+@pytest.mark.parametrize(("phase", "event"), [(Phase.COMMITTED, Event.DEADLINE_EXPIRED),
+                                              (Phase.ABORTED, Event.DEADLINE_EXPIRED),
+                                              (Phase.COMMITTED, Event.MEMBER_FAILED)])
+def test_what_ends_the_job_is_its_reason(phase: Phase, event: Event) -> None:
+    move = advance_to(phase)
+    assert move.event(event, "this and no other") == (Action.FAIL_JOB,)
+    assert move.reason == "this and no other"
+
+
 @pytest.mark.parametrize("require_bitwise", [False, True])
 def test_probes_that_differ(require_bitwise: bool) -> None:
     move = advance_to(Phase.PREPARING, require_bitwise=require_bitwise)
@@ -174,8 +190,8 @@ def test_a_leaver_is_lost_after_the_commit() -> None:
                          + [(Phase.COMMITTED, 4)])
 def test_a_process_that_holds_a_slot_is_lost(phase: Phase, rank: int) -> None:
     move = advance_to(phase)
-    assert move.lose(rank) == (Action.FAIL_JOB,)
-    assert move.phase is phase
+    assert move.lose(rank, "not heard") == (Action.FAIL_JOB,)
+    assert move.phase is phase and move.reason == "not heard"
 
 
 @pytest.mark.parametrize("phase", list(Phase))

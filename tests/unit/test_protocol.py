@@ -6,6 +6,7 @@ in it must raise and change nothing.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -162,6 +163,11 @@ def test_drawing_shows_every_change_of_phase_and_no_other() -> None:
         before, _, after = edge.partition(" --> ")
         drawn.update({(Phase[before], Event[name]): Phase[after] for name in names.split(", ")})
     assert drawn == {key: after for key, (after, _) in EXPECTED.items() if after is not key[0]}
+
+
+def test_the_walk_through_a_move_has_this_drawing() -> None:
+    text = (Path(__file__).resolve().parents[2] / "microbenchmark.md").read_text()
+    assert draw() in text, "microbenchmark.md: put there what migration.protocol.draw() gives"
 
 
 def test_a_machine_takes_the_table_it_is_given() -> None:

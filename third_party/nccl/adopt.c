@@ -47,7 +47,7 @@ const char *lm_nccl_problem(void) { return problem; }
 
 /* ---- instead of NCCL's */
 
-/* The function of the libnccl.so.2 that is loaded already: a second copy wouldn't know the first one's communicators. */
+/* The function of the libnccl.so.2 that is loaded already: a second copy wouldn't know the first's communicators. */
 static int find_real(const char *name, void *function) {
     void *library = dlopen("libnccl.so.2", RTLD_NOLOAD | RTLD_LAZY);
     void *symbol = library ? dlsym(library, name) : NULL;

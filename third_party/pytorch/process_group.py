@@ -1,8 +1,9 @@
 """A torch process group whose identity outlives its communicator, on the stock wheel.
 
 Owns the private names of torch.distributed that the project touches (tried with torch 2.11 and 2.13):
-`ProcessGroup._set_default_backend`, `_register_backend`, `_set_group_name`, `ProcessGroupGloo._set_sequence_number_for_group`
-and the names of the collectives below. Knows nothing of moves, slots or generations.
+`ProcessGroup._set_default_backend`, `_register_backend`, `_set_group_name`,
+`ProcessGroupGloo._set_sequence_number_for_group` and the names of the collectives below. Knows nothing of moves, slots
+or generations.
 
 Megatron-Core holds a process group in some 70 places. So the group object stays, and what is inside it is replaced:
 a subclass of `ProcessGroup` made by a backend registered with `extended_api=True` is accepted by `init_process_group`
@@ -115,12 +116,19 @@ def build_gloo(store: dist.Store, name: str, group_rank: int, group_size: int, *
 
     Raises RuntimeError when a member doesn't come within `connect_timeout_s`, or when the store's server goes away.
     """
-    timeout = timedelta(seconds=connect_timeout_s)
+    # A Gloo context has one time-out for connecting and for every send and receive (setting the default one later
+    # changes that of collectives only). So whoever doesn't come is noticed here, before Gloo connects.
+    store.set(f"here/{group_rank}", "")
+    try:
+        store.wait([f"here/{rank}" for rank in range(group_size)], timedelta(seconds=connect_timeout_s))
+    except dist.DistStoreError as error:
+        missing = [rank for rank in range(group_size) if not store.check([f"here/{rank}"])]
+        raise RuntimeError(f"{name}: group ranks {missing} of {group_size} didn't come within {connect_timeout_s:g} s"
+                           ) from error
     group = ProcessGroup(store, group_rank, group_size)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    backend = ProcessGroupGloo(store, group_rank, group_size, timeout)
+    backend = ProcessGroupGloo(store, group_rank, group_size, timedelta(seconds=operation_timeout_s))
     backend._set_sequence_number_for_group()
-    backend._set_default_timeout(timedelta(seconds=operation_timeout_s))
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     group._set_group_name(name)
     return group

@@ -1,0 +1,57 @@
+"""Which move is due when, what training waits for, and at which boundary groups are connected."""
+from __future__ import annotations
+
+import pytest
+
+from migration.schedule import Schedule, spread_connects
+
+
+def due(schedule: Schedule, position: int) -> str | None:
+    pending = schedule.pop_due(position)
+    return pending.text if pending else None
+
+
+def test_moves_come_in_the_order_of_their_iterations_and_requests_in_the_order_they_came() -> None:
+    schedule = Schedule(["b1@30", "b2@12", "b3@12"], hold=False, lead=10)
+    schedule.add("b5")
+    schedule.add("b4")
+    assert [due(schedule, 1) for _ in range(3)] == ["b5", "b4", None]
+    assert [due(schedule, 2) for _ in range(3)] == ["b2@12", "b3@12", None]
+    assert (due(schedule, 19), due(schedule, 20)) == (None, "b1@30")
+
+
+def test_what_waits_can_be_dropped_requests_first() -> None:
+    schedule = Schedule(["b1@30"], hold=False, lead=10)
+    schedule.add("b2")
+    assert [p.text for p in schedule.waiting] == ["b2", "b1@30"]
+    assert [pending.text if (pending := schedule.drop_next()) else None for _ in range(3)] == ["b2", "b1@30", None]
+
+
+def test_holds() -> None:
+    schedule = Schedule(["b1@12", "b2@12", "b3@20"], hold=True, lead=0)
+    schedule.add("b4@15")  # a request to a running job: training doesn't wait for it
+    assert [schedule.next_hold(at) for at in (0, 12, 13, 21)] == [12, 12, 20, None]
+    first = schedule.pop_due(12)
+    assert first is not None and first.hold == 12 and schedule.is_held_for_another(12)
+    second = schedule.pop_due(12)
+    assert second is not None and not schedule.is_held_for_another(12)
+    assert schedule.next_hold(0) == 20
+
+
+def test_a_schedule_goes_on_elsewhere() -> None:
+    schedule = Schedule(["b1@12"], hold=True, lead=3)
+    schedule.add("b2")
+    other = Schedule([], hold=True, lead=3)
+    other.load_json(schedule.to_json())
+    assert other.waiting == schedule.waiting
+    assert other.add("b3").id == schedule.add("b3").id
+
+
+@pytest.mark.parametrize(("names", "first", "position", "expected"), [
+    (["10", "9", "11"], 5, 12, [("9", 9), ("10", 10), ("11", 11)]),  # one a boundary, the last just before the position
+    (["10", "9", "11"], 11, 12, [("9", 11), ("10", 11), ("11", 11)]),  # fewer boundaries than groups
+    (["9"], 14, 12, [("9", 12)]),  # no boundary is left: in the pause
+    ([], 5, 12, []),
+])
+def test_connects_are_spread(names: list[str], first: int, position: int, expected: list[tuple[str, int]]) -> None:
+    assert spread_connects(names, first, position) == expected
