@@ -12,11 +12,11 @@ A move: plan.py (who goes where), schedule.py (when), protocol.py (phases, event
 tally of reports), controller.py (decides), actions.py (carries out), watch.py (heartbeats, deadlines), member.py and
 part.py (a process's part), preparation.py and switchover.py (what it does in these phases), groups.py and
 communicators/ (process groups that outlive their communicator), state.py (everything that moves), transfer.py (its
-way), checkpoint.py (save and restart, to compare with), placement.py (which GPU), preload.py (imports), faults.py.
+way), checkpoint.py (save and restart, to compare with), faults.py.
 
-Beside it: topology.py and sizes.py (arithmetic), plan_report.py, check.py, check_conductor.py, check_measure.py and check_report.py (the preflight), requests.py (from outside), commands.py, record.py
-(progress, verdict), timeline.py (the log), versions.py, demo.py, launch.py, forkserver.py and zygote.py (one machine,
-one import).
+Beside it: topology.py and sizes.py (arithmetic), plan_report.py, check*.py (the preflight), requests.py (from outside),
+commands.py, record.py (progress, verdict), timeline.py (the log), versions.py, demo.py, launch.py, forkserver.py and
+zygote.py (one machine, one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
 communicators. Nothing here imports harness. protocol, move, schedule, plan, topology, config, profiles,
