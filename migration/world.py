@@ -56,6 +56,19 @@ def own_address() -> str:
     return next((a for a in found if not a.startswith("127.")), "127.0.0.1")
 
 
+def leave_hydra() -> None:
+    """After MPI_Finalize, before os._exit: tell hydra that this process is done.
+
+    MPICH says so in an exit handler, and without it hydra kills the others and returns 9. os._exit runs no handlers; a
+    normal exit runs torch's destructors too, and then 2 of 4 runs ended in std::terminate. So the line of the PMI-1
+    protocol is sent from here. Nothing to do under another launcher.
+    """
+    if "PMI_FD" in os.environ and "SLURM_PROCID" not in os.environ:
+        descriptor = int(os.environ["PMI_FD"])
+        os.write(descriptor, b"cmd=finalize\n")
+        os.read(descriptor, 64)
+
+
 class World:
     """Every MPI process, spares included."""
 
@@ -102,13 +115,7 @@ class World:
         watch.start()
         self._request.Cancel()
         self._mpi.Finalize()
-        if "PMI_FD" in os.environ and "SLURM_PROCID" not in os.environ:
-            # MPICH tells hydra in an exit handler that this process is done, and without that hydra kills the others and
-            # returns 9. os._exit runs no handlers; a normal exit runs torch's destructors too, and then 2 of 4 runs ended
-            # in std::terminate. So the line of the PMI-1 protocol is sent from here.
-            descriptor = int(os.environ["PMI_FD"])
-            os.write(descriptor, b"cmd=finalize\n")
-            os.read(descriptor, 64)
+        leave_hydra()
         watch.cancel()
 
     # ---- the control thread

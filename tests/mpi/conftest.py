@@ -6,11 +6,14 @@ must be pytest-timeout's thread method: its signal method can't interrupt a wait
 """
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+
+from migration.world import leave_hydra
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter has come
@@ -62,6 +65,19 @@ class _AbortOnFailure:
 
     def pytest_keyboard_interrupt(self) -> None:
         self._abort("interrupted")
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._exit_status = int(exitstatus)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """End without the interpreter's own end, in which the destructors of torch's threads may call std::terminate."""
+        from mpi4py import MPI
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            stream.flush()
+        MPI.Finalize()
+        leave_hydra()
+        os._exit(self._exit_status)
 
     def _abort(self, why: str) -> NoReturn:
         sys.__stderr__.write(f"\nworld_rank {self._world.rank} of {self._world.size} FAILED: {why}\n")

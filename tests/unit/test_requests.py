@@ -1,4 +1,4 @@
-"""Requests over TCP: the server never blocks, turns away whatever is no request, and a client follows the controller."""
+"""Requests over TCP: the server never blocks and turns away what is no request; a client follows the controller."""
 from __future__ import annotations
 
 import json
