@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING

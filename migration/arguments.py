@@ -43,7 +43,8 @@ def build_parser() -> Parser:
                     description="Train a Megatron-Core GPT over MPI processes and move hosts to spare ones while it "
                     "trains: no restart, no lost iteration, every later loss bit for bit what it would have been.")
     what = parser.add_argument_group("what is trained")
-    what.add_argument("--profile", default=DEFAULT_PROFILE, help="a named shape of model and grid (default: %(default)s)")
+    what.add_argument("--profile", default=DEFAULT_PROFILE, help="a named shape of model and grid (default: "
+                      "%(default)s)")
     what.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
                       help="change one field of the profile, such as iterations=100; repeatable")
     what.add_argument("--data", default="", help="a UTF-8 text file or folder, read as bytes, or the prefix of a "
@@ -75,8 +76,8 @@ def build_parser() -> Parser:
                        "old and new communicators connected side by side, or park the old ones to make room (NCCL "
                        "2.30.3); auto takes what memory allows (default: %(default)s)")
     moves.add_argument("--connect", default="ahead", choices=("ahead", "pause", "background"), help="on GPUs, where "
-                       "memory allows old and new side by side: connect new communicators ahead of the pause, one group "
-                       "an iteration, or in the pause, or on the prepare thread, which can deadlock (default: "
+                       "memory allows old and new side by side: connect new communicators ahead of the pause, one "
+                       "group an iteration, or in the pause, or on the prepare thread, which can deadlock (default: "
                        "%(default)s)")
     limits = parser.add_argument_group("deadlines, in seconds")
     for name, default, text in (
@@ -84,7 +85,8 @@ def build_parser() -> Parser:
             ("switch-deadline", 60.0, "from the first arrival at the boundary to the verdict; then the move aborts"),
             ("heartbeat-timeout", 15.0, "a process not heard for so long is lost"),
             ("orphan-timeout", 60.0, "a process that hears no controller for so long ends itself")):
-        limits.add_argument(f"--{name}", type=float, default=default, metavar="S", help=f"{text} (default: %(default)g)")
+        limits.add_argument(f"--{name}", type=float, default=default, metavar="S",
+                            help=f"{text} (default: %(default)g)")
     tests = parser.add_argument_group("for tests and experiments")
     tests.add_argument("--fault", action="append", default=[], metavar="KIND@SLOT:PHASE[#MOVE]", help="raise, kill, "
                        "hang, corrupt or cancel at the joiner of SLOT in PREPARING, READY or SWITCHING; repeatable")
@@ -112,8 +114,10 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
     if args.load and not os.path.isdir(args.load):
         raise UserError(f"--load {args.load}: there is no such folder")
     for name in ("prepare_deadline", "switch_deadline", "heartbeat_timeout", "orphan_timeout"):
-        if getattr(args, name) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0 s")
+        if not 0 < getattr(args, name) < float("inf"):
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0 s, and finite")
+    if args.lead < 0:
+        raise UserError(f"--lead {args.lead}: must be at least 0 iterations")
     run = args.run or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.profile}"
     return config, Options(
         run=os.path.abspath(run), hosts=tuple(args.hosts.split(",")) if args.hosts else (), vacate=tuple(args.vacate),
@@ -121,4 +125,5 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         switch_deadline_s=args.switch_deadline, heartbeat_timeout_s=args.heartbeat_timeout,
         orphan_timeout_s=args.orphan_timeout, require_bitwise=args.require_bitwise, faults=tuple(args.fault),
         save_at=args.save_at, switch=args.nccl_switch, connect=args.connect,
-        load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state), slow_joiner_s=args.slow_joiner)
+        load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state),
+        slow_joiner_s=args.slow_joiner)

@@ -19,8 +19,6 @@ from migration.preload import has_gpu
 from migration.profiles import describe_profiles, get_profile
 from migration.requests import send_request
 
-FINAL = ("COMMITTED", "ABORTED", "REFUSED")
-
 
 def launch_run(argv: list[str]) -> int:
     """`harness.py [--np N] ...` outside mpirun: list profiles, or check the arguments and start mpiexec."""
@@ -41,7 +39,7 @@ def launch_run(argv: list[str]) -> int:
     rank_argv = [a for a in rank_argv if a != "--no-shared-imports"]
     if not args.run:
         rank_argv += ["--run", options.run]
-    share = not args.no_shared_imports and not has_gpu()  # CUDA's libraries start a thread, which a fork can't take along
+    share = not args.no_shared_imports and not has_gpu()  # CUDA's libraries start a thread: no fork
     return launch(args.np, rank_argv, run_dir=Path(options.run), share_imports=share)
 
 

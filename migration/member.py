@@ -126,8 +126,8 @@ class Member:
         # MPI may still hold what this process has sent, such as everybody's END: keep it going for a while
         self._ending = (time.monotonic() + _LAST_SENDS_S, record["code"])
         if record["finalize"] and RUN_VARIABLE not in os.environ:
-            # under one's own mpirun, which calls it a failure (exit code 9) if a process ends before MPI does; --np looks
-            # at result.json instead
+            # under one's own mpirun, which calls it a failure (exit code 9) if a process ends before MPI does; --np
+            # looks at result.json instead
             self.timeline.close()
             self.world.finalize()
             self.end_process("", record["code"])

@@ -41,9 +41,6 @@ def switch(member: Member, part: Part, job: Job) -> bool:
         member.report(part, Report.VERIFIED, digest, **_probes(old, new))
     except Exception as error:  # the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
-    for stage in ("prepare", "connect", "park"):
-        if told := member.groups.describe_costs(stage):
-            member.timeline.add_event("communicators", told, part.number)
     if _wait_verdict(member, part) == "ABORT":
         member.groups.resume(part.plan.slots)
         member.leave(part)
@@ -124,6 +121,7 @@ def _wait_verdict(member: Member, part: Part) -> str:
 
 def _commit(member: Member, part: Part, arrived_s: float, num_bytes: int) -> None:
     """Go on in the new generation, in the slot or without one."""
+    costs = [member.groups.describe_costs(stage) for stage in ("prepare", "connect")]
     num_rebuilt, num_kept = member.groups.adopt() if part.role != "leaver" else (0, 0)
     member.world.urgent = False
     member.enter_generation(part)
@@ -132,6 +130,8 @@ def _commit(member: Member, part: Part, arrived_s: float, num_bytes: int) -> Non
                              **part.tags(part.generation))
     member.report(part, Report.ACKNOWLEDGED, arrived_s=arrived_s, resumed_s=resumed_s, bytes=num_bytes,
                   groups=[num_rebuilt, num_kept])
+    for told in filter(None, costs):
+        member.timeline.add_event("communicators", told, part.number)
 
 
 def _flip_a_bit(own: state.State) -> None:

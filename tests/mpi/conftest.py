@@ -71,7 +71,7 @@ class _AbortOnFailure:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """End without the interpreter's own end, in which the destructors of torch's threads may call std::terminate."""
+        """End without the interpreter's own end, in which destructors of torch's threads may call std::terminate."""
         from mpi4py import MPI
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             stream.flush()
