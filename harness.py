@@ -9,6 +9,7 @@ a run (request, status, cancel, plan, demo) in migration/commands.py, everything
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -66,6 +67,7 @@ def run_process(argv: list[str]) -> int:
     """One MPI process of a run. Ends by os._exit from the control thread, or returns 2 for a user's error."""
     from migration.timeline import Clock
     from migration.world import World
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until this process knows its host
     clock, world = Clock(), World()
     marks = {"start": clock()}
     try:
@@ -80,11 +82,17 @@ def run_process(argv: list[str]) -> int:
             sys.stderr.write(f"harness: {error}\n")
         return end(2)
     marks["mpi"] = clock()
-    from migration.preload import preload
-    preload()
-    from migration.process import Process
-    marks["import"] = clock()
-    process = Process(config, started, world, clock, print_report)
+    try:
+        from migration.preload import preload
+        preload()
+        from migration.process import Process
+        marks["import"] = clock()
+        process = Process(config, started, world, clock, print_report)
+    except BaseException as error:  # nobody can be told yet: MPI ends them all
+        sys.stderr.write(f"harness: world rank {world.rank} can't start: {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        world.abort()
+        raise
     process.add_marks(marks)
     try:
         live(process, config)

@@ -108,6 +108,10 @@ class World:
         else:
             self._outbox.put((world_rank, record))
 
+    def abort(self) -> None:
+        """The last resort, before records flow: MPI ends every process of the world."""
+        self._comm.Abort(1)
+
     def finalize(self, timeout_s: float = 5.0) -> None:
         """End MPI in order, on the control thread. Collective over the world: gives up after `timeout_s`."""
         watch = threading.Timer(timeout_s, os._exit, (0,))
