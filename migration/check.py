@@ -25,7 +25,7 @@ from migration.check_conductor import Conductor, write_result
 from migration.config import Config, apply_settings
 from migration.data import Samples, open_source
 from migration.errors import UserError
-from migration.placement import place
+from migration.placement import take_gpu
 from migration.plan import spread_hosts
 from migration.profiles import get_profile
 from migration.versions import collect_versions
@@ -209,12 +209,7 @@ class Checker:
             self._maker = build_maker(device.current_device(), "connected", connect_in_background=False)
             return {"device": f"CPU, {len(os.sched_getaffinity(0))} cores",
                     "free_bytes": check_measure.free_host_bytes()}
-        hellos = self._world.hellos
-        placed = place([h["machine"] for h in hellos], [h["host"] for h in hellos], self._world.rank,
-                       torch.cuda.device_count())
-        if placed.host_id is not None:
-            os.environ["NCCL_HOSTID"] = placed.host_id
-        torch.cuda.set_device(placed.device)
+        placed = take_gpu(self._world.hellos, self._world.rank)
         self._maker = build_maker(device.current_device(), "connected", connect_in_background=False)
         return {"device": f"GPU {placed.device}, {torch.cuda.get_device_name()}", "gpu": placed.device,
                 "free_bytes": torch.cuda.mem_get_info()[0], "versions": check_measure.gpu_versions()}

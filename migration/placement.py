@@ -1,4 +1,4 @@
-"""Which GPU a process takes and which host NCCL believes it is on. Pure: process.py puts it into the environment.
+"""Which GPU a process takes and which host NCCL believes it is on. `place` is pure; `take_gpu` carries it out.
 
 Several virtual hosts may share a machine, and several processes a GPU. Processes of one machine take its GPUs in turn.
 NCCL tells hosts apart by NCCL_HOSTID: with one id per virtual host, traffic between them really leaves the fast path.
@@ -6,7 +6,8 @@ NCCL refuses two ranks of one host id on one GPU, so where a host's processes sh
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # what else NCCL and CUDA are told, unless the user says otherwise
@@ -36,3 +37,16 @@ def place(machines: Sequence[str], hosts: Sequence[str], rank: int, num_gpus: in
     is_virtual = len({hosts[r] for r in on_machine}) > 1
     host_id = f"{hosts[rank]}-{same_host.index(rank)}" if shares else hosts[rank] if is_virtual else None
     return Placement(device=devices[rank], host_id=host_id, shares_gpu=shares)
+
+
+def take_gpu(hellos: Sequence[Mapping[str, str]], rank: int) -> Placement:
+    """Take this process's GPU and tell NCCL which host it is on. Before CUDA or NCCL is started in this process.
+
+    `hellos` are what every world rank said at the start (bringup.py): its machine and its host.
+    """
+    import torch  # not above: `place` is pure
+    placed = place([h["machine"] for h in hellos], [h["host"] for h in hellos], rank, torch.cuda.device_count())
+    if placed.host_id is not None:
+        os.environ["NCCL_HOSTID"] = placed.host_id
+    torch.cuda.set_device(placed.device)
+    return placed

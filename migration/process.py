@@ -4,15 +4,12 @@ harness.py owns the training loop; this file owns what every process has, whatev
 """
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-
-import torch
 
 from migration import checkpoint, device, job, state
 from migration.bringup import Started
@@ -22,7 +19,7 @@ from migration.controller import Controller
 from migration.groups import Groups, connect_store
 from migration.job import IterationResult, Job
 from migration.member import Member
-from migration.placement import place
+from migration.placement import take_gpu
 from migration.plan import Roster
 from migration.timeline import Clock, Timeline
 from migration.world import Record, World
@@ -73,12 +70,7 @@ class Process:
         """Choose a GPU, and tell NCCL which host this is, before either is started in this process."""
         if device.is_cpu():
             return
-        hellos = self.world.hellos
-        placed = place([h["machine"] for h in hellos], [h["host"] for h in hellos], self.world.rank,
-                       torch.cuda.device_count())
-        if placed.host_id is not None:
-            os.environ["NCCL_HOSTID"] = placed.host_id
-        torch.cuda.set_device(placed.device)
+        placed = take_gpu(self.world.hellos, self.world.rank)
         self.timeline.add_event("device", f"GPU {placed.device}, NCCL host id {placed.host_id or 'its own'}"
                                 + (" (shares the GPU with another process of its host)" if placed.shares_gpu else ""))
 
