@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from migration.arms import boundary
 from migration.config import Config
 from migration.errors import UserError
 from migration.groups import start_store
@@ -19,7 +20,7 @@ from migration.plan import Roster
 from migration.protocol import Action, Event, Phase
 from migration.record import MoveRecord, RunRecord
 from migration.requests import RequestServer
-from migration.schedule import Pending, Schedule, spread_connects
+from migration.schedule import Pending, spread_connects
 from migration.timeline import Timeline
 from migration.watch import Watch
 from migration.world import World
@@ -37,7 +38,7 @@ class Actions:
         self._on_end, self._address = on_end, address
         self._tally = MoveTally(roster, require_bitwise=options.require_bitwise)
         self._record = RunRecord(config=config, run=options.run, timeline=timeline, progress_s=options.progress_s)
-        self._schedule = Schedule(options.vacate, hold=options.hold, lead=options.lead)
+        self._schedule = options.schedule()
         self._watch = Watch(world.size, beat_s=_BEAT_S, heartbeat_timeout_s=options.heartbeat_timeout_s)
         self._server = RequestServer(options.run, address, term, world.rank)
         self._store: Any = None  # of the generation being built; dropping it ends every member's wait on it
@@ -107,29 +108,30 @@ class Actions:
         self._start_store(self._tell_to_prepare)
 
     def _tell_to_prepare(self) -> None:
-        assert self._tally.plan is not None
-        self._to_members("PREPARE", plan=self._tally.plan.to_json(), generation=self._tally.generation + 1,
+        assert self._tally.plan is not None and self._current is not None
+        self._to_members("PREPARE", arm=self._current.arm_name, plan=self._tally.plan.to_json(), generation=self._tally.generation + 1,
                          store=[self._address, self._store.port], timeout_s=self.options.prepare_deadline_s)
 
     def _propose_position(self) -> None:
         """Two iterations past the furthest slot, not before the one that was asked for, and not past another's hold."""
         assert self._current is not None
         self._drop_store()
-        last = self.options.last_iteration(self.config.iterations) - 1
+        last, arm = self.options.last_iteration(self.config.iterations) - 1, self._current.arm
         before = self._tally.position
         furthest = max(self._positions.get(r, 0) for r in self._tally.roster.holders)
         if self._current.hold is not None and before is None:
-            position = self._current.hold
+            position = arm.last_position(self._current.hold)
         else:
-            position = min(max(furthest + 2 + len(self._unconnected), self._current.request.iteration or 0), last)
+            position = min(max(furthest + 2 + len(self._unconnected), self._current.earliest), last)
             hold = self._schedule.next_hold(furthest)
-            position = position if hold is None else min(position, hold)
+            position = position if hold is None else min(position, arm.last_position(hold))
         if before is not None and position <= before:
             self._take_event(Event.JOB_ENDED, "training ends before the move could take effect")
             return
         self._watch.set_deadline(self.options.switch_deadline_s, "agreeing on the position")
-        connects = spread_connects(self._unconnected, furthest + 2, position)
-        self._tally.propose(position, first_stop=min([position, *(at for _, at in connects)]))
+        connects = [] if arm.stops_first else spread_connects(self._unconnected, furthest + 2, position)
+        first_stop = min([arm.stop(position), *(boundary(at) for _, at in connects if at != position)])
+        self._tally.propose(position, first_stop)
         self._to_members("PROPOSE", position=position, connects=connects)
 
     def _send_switch(self) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from typing import NoReturn
 
+from migration.arms import ARMS, get_arms
 from migration.config import Config, apply_settings
 from migration.errors import UserError
 from migration.faults import parse_fault
@@ -70,6 +71,10 @@ def build_parser() -> Parser:
                        "prepared, so that it takes effect exactly there")
     moves.add_argument("--lead", type=int, default=10, metavar="N", help="start to prepare N iterations ahead "
                        "(default: %(default)s)")
+    moves.add_argument("--arm", default="full", metavar="A[,B...]", help=f"how much is done beside training; moves take "
+                       f"them in turn: {', '.join(ARMS)} (default: %(default)s; see microbenchmark.md)")
+    moves.add_argument("--transfer-limit", type=float, default=0.0, metavar="MB/S", help="a leaver sends its state no "
+                       "faster than this while training goes on (default: no limit)")
     moves.add_argument("--require-bitwise", action="store_true", help="abort a move after which sums would have other "
                        "bits, instead of saying so")
     moves.add_argument("--nccl-switch", default="auto", choices=("auto", "connected", "parked"), help="on GPUs: keep "
@@ -92,6 +97,8 @@ def build_parser() -> Parser:
                        "hang, corrupt or cancel at the joiner of SLOT in PREPARING, READY or SWITCHING; repeatable")
     tests.add_argument("--omit-state", action="append", default=[], metavar="KIND", help="leave out this kind of "
                        "state, to see the comparison fail; repeatable")
+    tests.add_argument("--leaver-steps", action="store_true", help="a leaver takes the optimizer step of the switchover "
+                       "too, and its state is compared with the joiner's; a difference ends the run")
     tests.add_argument("--slow-joiner", type=float, default=0.0, metavar="S", help="a joiner's preparation takes at "
                        "least S seconds")
     return parser
@@ -116,12 +123,15 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
     for name in ("prepare_deadline", "switch_deadline", "heartbeat_timeout", "orphan_timeout"):
         if not 0 < getattr(args, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0 s, and finite")
+    if not 0 <= args.transfer_limit < float("inf"):
+        raise UserError(f"--transfer-limit {args.transfer_limit:g}: must be 0 (none) or a number of MB/s")
     if args.lead < 0:
         raise UserError(f"--lead {args.lead}: must be at least 0 iterations")
     run = args.run or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.profile}"
     return config, Options(
         run=os.path.abspath(run), hosts=tuple(args.hosts.split(",")) if args.hosts else (), vacate=tuple(args.vacate),
-        hold=args.hold, lead=args.lead, prepare_deadline_s=args.prepare_deadline,
+        hold=args.hold, lead=args.lead, arms=get_arms(args.arm), transfer_limit_bytes_s=args.transfer_limit * 1e6,
+        leaver_steps=args.leaver_steps, prepare_deadline_s=args.prepare_deadline,
         switch_deadline_s=args.switch_deadline, heartbeat_timeout_s=args.heartbeat_timeout,
         orphan_timeout_s=args.orphan_timeout, require_bitwise=args.require_bitwise, faults=tuple(args.fault),
         save_at=args.save_at, switch=args.nccl_switch, connect=args.connect,

@@ -113,7 +113,7 @@ class Controller(Actions):
 
     def _on_report(self, record: Record) -> None:
         member, report = record["from"], Report(record["report"])
-        position = record["value"] if report is Report.REFUSED else record.get("position", -1)
+        position = (record["value"] + 1) // 2 if report is Report.REFUSED else record.get("position", -1)
         self._positions[member] = max(self._positions.get(member, -1), position)
         if self._move is not None and record["move"] == self._tally.number:
             self._unconnected.update(record.get("connect", ()))
@@ -199,6 +199,9 @@ class Controller(Actions):
             raise UserError(f"vacate {text}: the last iteration of the run is {last}")
         if self._tally.phase is Phase.TRAINING:
             plan_move(self._tally.roster, request)
+        if request.iteration is None and self._schedule.next_arm.stops_first:
+            raise UserError(f"vacate {text}: arm {self._schedule.next_arm.name} needs an iteration that all know from the "
+                            "start; give it with --vacate")
         self.timeline.add_event("request", f"{text} ({origin})")
         return self._schedule.add(text).id
 

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch
@@ -78,6 +79,13 @@ class Groups:
         self.discard()
         gc.collect()  # Megatron's objects refer to each other in cycles
 
+    def isolate(self) -> None:
+        """From now on this process's groups answer by themselves, without peers, as while they are being opened."""
+        for handle in self.handles.values():
+            communicator = SandboxCommunicator(handle.name, handle.slots, handle.rank())
+            communicator.prepare()
+            handle.inner = communicator.inner
+
     @property
     def num_communicators(self) -> int:
         """Communicators held: live, being prepared, and not yet closed."""
@@ -131,6 +139,10 @@ class Groups:
         with self._maker.background():
             communicator.activate()
         return communicator
+
+    def background(self) -> AbstractContextManager[object]:
+        """What a thread beside the training thread works in."""
+        return self._maker.background()
 
     def release_pair(self, communicator: Communicator) -> None:
         self._closer.close_all([communicator])

@@ -16,7 +16,7 @@ class Report(Enum):
 
     PREPARED = "PREPARED"  # (old probe digest, new probe digest); None where there is none
     ACCEPTED = "ACCEPTED"  # the position
-    REFUSED = "REFUSED"  # the position it is at
+    REFUSED = "REFUSED"  # the stop that it has passed
     VERIFIED = "VERIFIED"  # digest of the state, of leavers and joiners; None of stayers
     ACKNOWLEDGED = "ACKNOWLEDGED"
     FAILED = "FAILED"  # the reason
@@ -78,13 +78,12 @@ class MoveTally:
             self._waiting = self.members
         return actions
 
-    def propose(self, position: int, first_stop: int | None = None) -> None:
+    def propose(self, position: int, first_stop: int) -> None:
         """A (further) position was sent to everybody: their answers to an earlier one count for nothing.
 
-        `first_stop`: the first boundary at which something is to be done, where that is before the position; a member
-        that is past it refuses.
+        `first_stop`: the first stop (arms.py) at which something is to be done; a member that is past it refuses.
         """
-        self.position, self._first_stop = position, position if first_stop is None else first_stop
+        self.position, self._first_stop = position, first_stop
         self._waiting = self.members
 
     def event(self, event: Event, reason: str = "") -> tuple[Action, ...]:

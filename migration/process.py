@@ -45,10 +45,10 @@ class Process:
         self.groups = Groups(device.current_device(),
                              build_maker(device.current_device(), self.options.switch,
                                         connect_in_background=self.options.connect == "background"))
-        self.member = Member(world=world, groups=self.groups, timeline=self.timeline, options=self.options)
+        self.member = Member(world=world, groups=self.groups, timeline=self.timeline, options=self.options,
+                             address=self._address())
         self.member.slot = started.roster.slot_of(world.rank)
-        if self.options.hold:
-            self.member.hold_at(self.options.vacate_iterations())
+        self.member.hold_at(self.options.schedule().holds)
         self._controller: Controller | None = None
         if world.rank == 0:
             self._controller = self._make_controller(started.roster, 0)
@@ -128,10 +128,13 @@ class Process:
     # ---- the control thread
 
     def _make_controller(self, roster: Roster, term: int) -> Controller:
-        one_machine = self._started.address == "127.0.0.1"
-        address = "127.0.0.1" if one_machine else self.world.hellos[self.world.rank]["address"]
         return Controller(world=self.world, config=self.config, options=self.options, roster=roster, term=term,
-                          timeline=self.timeline, address=address, on_end=self._on_end)
+                          timeline=self.timeline, address=self._address(), on_end=self._on_end)
+
+    def _address(self) -> str:
+        """Where other processes of the run reach this one."""
+        one_machine = self._started.address == "127.0.0.1"
+        return "127.0.0.1" if one_machine else self.world.hellos[self.world.rank]["address"]
 
     def _on_record(self, record: Record) -> None:
         if record["kind"] == "INHERIT":

@@ -10,9 +10,11 @@ import time
 from migration import preparation, state, switchover
 from migration.config import Config
 from migration.data import Samples
+from migration.follow import Follower
 from migration.job import Job, close_job, open_groups
 from migration.member import Member
 from migration.part import Part
+from migration.stream import patience_s
 
 
 def wait_for_slot(member: Member, config: Config, samples: Samples) -> Job:
@@ -34,7 +36,7 @@ def _join(member: Member, part: Part, config: Config, samples: Samples) -> Job |
     try:
         job = _warm_up(member, part, config, samples)
         part.warm.set()
-        if member.wait_for(lambda: part.verdict) == "SWITCH" and switchover.take_over(member, part, job):
+        if member.wait_for(lambda: part.wire or part.verdict == "ABORT") is part.wire and _follow(member, part, job):
             return job
     except Exception as error:  # a joiner's trouble is never the job's: the move aborts
         member.report_failure(part, error)
@@ -43,6 +45,18 @@ def _join(member: Member, part: Part, config: Config, samples: Samples) -> Job |
     if part.prepare_thread is not None:
         part.prepare_thread.join()
     return None
+
+
+def _follow(member: Member, part: Part, job: Job) -> bool:
+    """Take what the leaver sends, up to the verdict. Returns whether the slot is this process's now."""
+    assert part.wire is not None and part.pair is not None
+    follower = Follower(job=job, pair=part.pair, wire=part.wire, omit=frozenset(member.options.omit_state),
+                        connect=lambda names, iteration: switchover.connect(member, part, names, iteration))
+    part.wire.send("GO", patience_s(0))
+    with member.timeline.span("follow", "PREPARING", **part.tags(member.generation)) as span:
+        message = follower.follow()
+        span.bytes = follower.num_bytes
+    return switchover.take_over(member, part, job, follower, message)
 
 
 def _warm_up(member: Member, part: Part, config: Config, samples: Samples) -> Job:
@@ -55,8 +69,9 @@ def _warm_up(member: Member, part: Part, config: Config, samples: Samples) -> Jo
     part.wrong_probe = member.apply_fault("PREPARING", part)
     with member.timeline.span("build", "PREPARING", **tags):
         job = Job(config, part.slot, member.groups, samples)
-    with member.timeline.span("warm_up", "PREPARING", **tags):
-        job.run_shadow_iteration()
+    if part.arm.warms_up:
+        with member.timeline.span("warm_up", "PREPARING", **tags):
+            job.run_shadow_iteration()
     while time.monotonic() - started_s < member.options.slow_joiner_s and not part.verdict:
         time.sleep(0.01)
     with member.timeline.span("poison", "PREPARING", **tags):

@@ -159,7 +159,7 @@ def _other_generator(text: str) -> str:
 
 
 def _wrong_bookkeeping(value: list[Any]) -> list[Any]:
-    return [[[False, [[name, count + 1] for name, count in golden]] for _, golden in rows] for rows in value]
+    return [[[False, [[name, count + 1] for name, count in golden], []] for _, golden, _ in rows] for rows in value]
 
 
 KINDS: dict[str, Kind] = {
@@ -260,6 +260,12 @@ def poison(job: Job) -> None:
         for named in state.tensors.values():
             for tensor in named.values():
                 tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+        # padding stays zero, as in every process: where parameters aren't sent but gathered, it goes along
+        for chunk in job.chunks:
+            for buffer in internals.param_buffers(chunk):
+                buffer.zero_()
+            for parameter in chunk.parameters():
+                parameter.fill_(float("nan"))
     for name, kind in kinds_of(job).items():
         if kind.set:
             kind.set(job, kind.poison(state.values[name]))

@@ -1,29 +1,30 @@
-"""SWITCHING: what stayers, leavers and joiners do between the boundary and the verdict. The only downtime.
+"""SWITCHING: what stayers, leavers and joiners do between their stop and the verdict. The only downtime.
 
 Runs on the training thread (a joiner's main thread). Whatever fails here is reported and waits for the verdict: before
-the commit nothing may end the job. The way of a process through it is a row of spans in the log.
+the commit nothing may end the job. The way of a process through it is a row of spans in the log. What goes from leaver
+to joiner is in hand_over.py.
 """
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from migration import state, transfer
+from migration import hand_over, proof
+from migration.follow import Follower
 from migration.move import Report
 from migration.part import Part
+from migration.stream import patience_s
+from migration.wire import Message
 
 if TYPE_CHECKING:
     from migration.job import Job
     from migration.member import Member
 
 
-def switch(member: Member, part: Part, job: Job) -> bool:
+def switch(member: Member, part: Part, job: Job, arrived_s: float) -> bool:
     """A stayer's or leaver's switchover. Returns False if this process has handed its slot over.
 
     Collective over the members of the move.
     """
-    arrived_s = member.timeline.clock()
     member.world.urgent = True  # only now: polling fast while everybody still trains would slow them down
     member.tell("ARRIVED", move=part.number)
     num_bytes = 0
@@ -32,7 +33,8 @@ def switch(member: Member, part: Part, job: Job) -> bool:
             job.check_drained()
         digest, new = None, None
         if part.role == "leaver":
-            digest, num_bytes = _hand_over(member, part, job)
+            send = hand_over.send_at_cut if part.arm.cuts else hand_over.send_state
+            digest, num_bytes = send(member, part, job)
             with member.timeline.span("park", "SWITCHING", **part.tags(member.generation)):
                 old = member.groups.park(part.plan.slots)
         else:
@@ -45,65 +47,50 @@ def switch(member: Member, part: Part, job: Job) -> bool:
         member.groups.resume(part.plan.slots)
         member.leave(part)
         return True
+    if part.role == "leaver":
+        proof.compare_step(member, part, job)
     _commit(member, part, arrived_s, num_bytes)
     return part.role != "leaver"
 
 
-def connect_ahead(member: Member, part: Part, iteration: int) -> None:
-    """A stayer connects the new communicators that are due before `iteration`, while the old ones stay in use.
+def connect_ahead(member: Member, part: Part, stop: int) -> None:
+    """A stayer connects the new communicators that are due at `stop`, while the old ones stay in use; a leaver tells
+    its joiner to.
 
     A stall, but no downtime: only these groups wait for each other. Collective over each.
     """
+    names = part.due(stop)
     try:
-        _connect(member, part, part.due(iteration), iteration)
+        if part.role == "leaver":
+            assert part.wire is not None
+            part.wire.send("CONNECT", patience_s(0), names=names, iteration=stop // 2)
+        else:
+            connect(member, part, names, stop // 2)
     except Exception as error:  # the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
     member.leave(part)
 
 
-def _connect(member: Member, part: Part, names: list[str], iteration: int) -> None:
+def connect(member: Member, part: Part, names: list[str], iteration: int) -> None:
+    """Collective over each of these groups."""
     for name in names:
         with member.timeline.span("connect", "READY", **{**part.tags(member.generation), "iteration": iteration}):
             member.groups.connect([name])
 
 
-def _hand_over(member: Member, part: Part, job: Job) -> tuple[str, int]:
-    """The leaver's side of the transfer. Returns its digest and the bytes sent."""
-    assert part.pair is not None
-    own = state.capture(job, frozenset(member.options.omit_state))
-    with member.timeline.span("transfer", "SWITCHING", **part.tags(member.generation)) as span:
-        span.bytes = transfer.send_state(part.pair, own, job.device)
-    with member.timeline.span("digest", "SWITCHING", **part.tags(member.generation)):
-        return state.combined(state.digests(own)), span.bytes
-
-
-def take_over(member: Member, part: Part, job: Job) -> bool:
-    """A joiner's switchover: the leaver's state comes into `job`. Returns whether the slot is this process's now."""
-    assert part.pair is not None and part.position is not None
-    omit = frozenset(member.options.omit_state)
-    corrupt = member.apply_fault("SWITCHING", part)
-    own = state.capture(job, omit)
-    for name, at in part.connects:
-        if at != part.position:
-            _connect(member, part, [name], at)
-    with member.timeline.span("wait_boundary", "SWITCHING", **part.tags(member.generation)):
-        header, num_bytes = transfer.receive_header(part.pair, job.device)
+def take_over(member: Member, part: Part, job: Job, follower: Follower, message: Message) -> bool:
+    """A joiner's switchover, from its leaver's first message of it. Returns whether the slot is this process's now."""
+    assert part.position is not None
     arrived_s = member.timeline.clock()
     member.world.urgent = True
-    with member.timeline.span("transfer", "SWITCHING", **part.tags(member.generation)) as span:
-        span.bytes = num_bytes + transfer.receive_tensors(part.pair, header, own)
-    with member.timeline.span("apply", "SWITCHING", **part.tags(member.generation)):
-        state.apply_values(job, header["values"], omit)
-        if corrupt:
-            _flip_a_bit(own)
-    with member.timeline.span("digest", "SWITCHING", **part.tags(member.generation)):
-        digest = state.combined(state.digests(state.capture(job, omit)))
+    corrupt = member.apply_fault("SWITCHING", part)
+    receive = hand_over.receive_at_cut if part.arm.cuts else hand_over.receive_state
+    digest = receive(member, part, job, follower, message, corrupt)
     with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
         _, new = member.groups.activate()
     member.report(part, Report.VERIFIED, digest, **_probes(None, new))
     if _wait_verdict(member, part) == "ABORT":
         return False
-    job.iteration = part.position
     _commit(member, part, arrived_s, 0)
     return True
 
@@ -132,10 +119,3 @@ def _commit(member: Member, part: Part, arrived_s: float, num_bytes: int) -> Non
                   groups=[num_rebuilt, num_kept])
     for told in filter(None, costs):
         member.timeline.add_event("communicators", told, part.number)
-
-
-def _flip_a_bit(own: state.State) -> None:
-    """A fault: one bit of the received parameters is wrong."""
-    tensor = next(iter(own.tensors["parameters"].values()))
-    with torch.no_grad():
-        state.as_bytes(tensor)[0] ^= 1

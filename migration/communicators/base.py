@@ -17,6 +17,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -79,19 +80,18 @@ class Communicator(ABC):
     def close(self) -> None:
         """Free everything. No operation may be outstanding."""
 
-    def send_all(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
+    def send_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         """Send `tensors`, in order, to group rank `peer`; they may be touched again when it returns.
 
-        Collective over the two. Raises RuntimeError if the peer is gone, the operation's time-out passes or another
-        thread aborts.
+        Collective over the two. Raises RuntimeError if the peer is gone, `timeout_s` passes or another thread aborts.
         """
         for work in [self.inner.send([tensor], peer, 0) for tensor in tensors]:
-            work.wait()
+            work.wait(timedelta(seconds=timeout_s))
 
-    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
+    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         """The other side of `send_all`, into tensors of the same sizes; they hold the data when it returns."""
         for work in [self.inner.recv([tensor], peer, 0) for tensor in tensors]:
-            work.wait()
+            work.wait(timedelta(seconds=timeout_s))
 
     def probe(self, device: torch.device) -> str:
         """Digest of an adversarial all-reduce, which tells whether sums keep their bits on this communicator.
