@@ -284,7 +284,8 @@ class Member:
     def _stop_at(self, job: Job, stop: int) -> bool:
         self._stopped_s, self.job = self.timeline.clock(), job
         part = self.part
-        if part is not None and part.role == "joiner" and part.verdict == "COMMIT" and not part.is_proven:
+        is_over = part is not None and part.role == "joiner" and part.verdict == "COMMIT" and stop > part.stop
+        if is_over and not part.is_proven:
             proof.tell_step(self, part, job)
         leader.follow_step(self, part, stop)
         while (part := self._wait_for_part(stop)) is not None:

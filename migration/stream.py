@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from migration.job import Job
 
 BATCH_BYTES = 64 << 20
+_MIN_BATCHES = 16
 JOINER, LEAVER = 1, 0  # group ranks of a pair
 _SLOWEST_BYTES_S = 50e6  # a joiner that takes less than this in training's way isn't waited for
 _PATIENCE_S = 5.0
@@ -50,12 +51,14 @@ def build_batches(job: Job, omit: frozenset[str]) -> list[Batch]:
     """What the stream consists of, in order: equal on leaver and joiner. `omit`: kinds that are left out, for tests."""
     batches, tensors, first, size = [], [], 0, 0
     states = list(internals.adam_states(job.optimizer))
+    # a step waits for the batch on its way, so there are several however small the state is
+    batch_bytes = min(BATCH_BYTES, sum(12 * parameter.numel() for _, parameter, _ in states) // _MIN_BATCHES)
     for i, (_, parameter, moments) in enumerate(states):
         own = [parameter.data] if "main_parameters" not in omit else []
         own += [moments["exp_avg"], moments["exp_avg_sq"]] if "moments" not in omit else []
         tensors += own
         size += sum(t.numel() * t.element_size() for t in own)
-        if size >= BATCH_BYTES or i + 1 == len(states):
+        if size >= batch_bytes or i + 1 == len(states):
             batches.append(Batch(first=first, end=i + 1, tensors=tuple(tensors)))
             tensors, first, size = [], i + 1, 0
     return batches
