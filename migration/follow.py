@@ -12,7 +12,8 @@ import torch
 
 from migration import gradients, internals, state
 from migration.communicators.base import Communicator
-from migration.stream import LEAVER, build_batches, chunks
+from migration.stream import build_batches
+from migration.transfer import receive_tensors
 from migration.wire import Message, Wire
 
 if TYPE_CHECKING:
@@ -72,6 +73,4 @@ class Follower:
         self._take(shards[name] for name in message["names"])
 
     def _take(self, tensors: Iterable[torch.Tensor]) -> None:
-        parts = chunks(tensors)
-        self._pair.recv_all(parts, LEAVER)
-        self.num_bytes += sum(part.numel() for part in parts)
+        self.num_bytes += receive_tensors(self._pair, tensors)

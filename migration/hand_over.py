@@ -7,16 +7,14 @@ parameters come with the optimizer's step.
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from migration import gradients, internals, state
-from migration.errors import StateMismatch
+from migration import gradients, internals, state, transfer
 from migration.follow import Follower
 from migration.leader import join_stream
 from migration.part import Part
-from migration.stream import JOINER, LEAVER, chunks, patience_s
 from migration.wire import Message
 
 if TYPE_CHECKING:
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
 _JOIN_S = 30.0  # for the stream thread to end, at the cut
 
 
-def _num_bytes(parts: list[torch.Tensor]) -> int:
-    return sum(part.numel() for part in parts)
-
-
 # ---- at a boundary
 
 
@@ -37,16 +31,13 @@ def send_state(member: Member, part: Part, job: Job) -> tuple[str, int]:
     """The leaver's side at a boundary. Returns its digest and the bytes sent. Collective over the pair."""
     assert part.pair is not None and part.wire is not None
     own = state.capture(job, frozenset(member.options.omit_state))
-    parts = chunks(t for named in own.tensors.values() for t in named.values())
     with member.timeline.span("transfer", "SWITCHING", **part.tags(member.generation)) as span:
-        span.bytes = part.wire.send("STATE", patience_s(0), manifest=own.manifest(), values=own.values)
-        part.pair.send_all(parts, JOINER)
-        span.bytes += _num_bytes(parts)
+        span.bytes = transfer.send_state(part.pair, part.wire, own)
     with member.timeline.span("digest", "SWITCHING", **part.tags(member.generation)):
         return state.combined(state.digests(own)), span.bytes
 
 
-def receive_state(member: Member, part: Part, job: Job, follower: Follower, message: Message, corrupt: bool) -> str:
+def receive_state(member: Member, part: Part, job: Job, _follower: Follower, message: Message, corrupt: bool) -> str:
     """The joiner's side at a boundary. Returns the digest of what it reads back. Collective over the pair.
 
     Raises StateMismatch if names, dtypes or shapes differ.
@@ -54,16 +45,13 @@ def receive_state(member: Member, part: Part, job: Job, follower: Follower, mess
     assert part.pair is not None and part.position is not None
     omit = frozenset(member.options.omit_state)
     own = state.capture(job, omit)
-    check_manifest(message["manifest"], own.manifest())
-    parts = chunks(t for named in own.tensors.values() for t in named.values())
     with member.timeline.span("transfer", "SWITCHING", **part.tags(member.generation)) as span:
-        part.pair.recv_all(parts, LEAVER)
-        span.bytes = _num_bytes(parts)
+        span.bytes = transfer.receive_state(part.pair, message, own)
     with member.timeline.span("apply", "SWITCHING", **part.tags(member.generation)):
         state.apply_values(job, message["values"], omit)
         job.iteration = part.position
         if corrupt:
-            _flip_a_bit(next(iter(own.tensors["parameters"].values())))
+            _flip_a_bit(transfer.all_tensors(own)[0])
     with member.timeline.span("digest", "SWITCHING", **part.tags(member.generation)):
         return state.combined(state.digests(state.capture(job, omit)))
 
@@ -79,15 +67,16 @@ def send_at_cut(member: Member, part: Part, job: Job) -> tuple[str, int]:
     omit = frozenset(member.options.omit_state)
     own = gradients.capture_rest(job, omit)
     losses = [float(loss).hex() for loss in job.micro_losses or ()]
-    parts = [] if gradients.KIND in omit else gradients.select(job, whole, ranges)
-    parts = chunks(parts + [t for named in own.tensors.values() for t in named.values()])
     with member.timeline.span("transfer", "SWITCHING", **part.tags(member.generation)) as span:
-        span.bytes = part.wire.send("CUT", patience_s(0), whole=whole, ranges=ranges, manifest=own.manifest(),
-                                    values=own.values, losses=losses)
-        part.pair.send_all(parts, JOINER)
-        span.bytes += _num_bytes(parts)
+        span.bytes = part.wire.send("CUT", transfer.patience_s(0), whole=whole, ranges=ranges)
+        span.bytes += transfer.send_tensors(part.pair, _gradients(job, whole, ranges, omit))
+        span.bytes += transfer.send_state(part.pair, part.wire, own, losses=losses)
     with member.timeline.span("digest", "SWITCHING", **part.tags(member.generation)):
         return _digest_at_cut(job, part.sender.state_digest, own, losses, omit), span.bytes
+
+
+def _gradients(job: Job, whole: list[str], ranges: list[Any], omit: frozenset[str]) -> list[torch.Tensor]:
+    return [] if gradients.KIND in omit else gradients.select(job, whole, ranges)
 
 
 def receive_at_cut(member: Member, part: Part, job: Job, follower: Follower, message: Message, corrupt: bool) -> str:
@@ -98,12 +87,11 @@ def receive_at_cut(member: Member, part: Part, job: Job, follower: Follower, mes
     assert part.pair is not None and part.position is not None
     omit = frozenset(member.options.omit_state)
     own = gradients.capture_rest(job, omit)
-    check_manifest(message["manifest"], own.manifest())
-    parts = [] if gradients.KIND in omit else gradients.select(job, message["whole"], message["ranges"])
-    parts = chunks(parts + [t for named in own.tensors.values() for t in named.values()])
     with member.timeline.span("transfer", "SWITCHING", **part.tags(member.generation)) as span:
-        part.pair.recv_all(parts, LEAVER)
-        span.bytes = _num_bytes(parts)
+        shards = _gradients(job, message["whole"], message["ranges"], omit)
+        span.bytes = transfer.receive_tensors(part.pair, shards)
+        message = part.wire.receive(transfer.patience_s(0))
+        span.bytes += transfer.receive_state(part.pair, message, own)
     with member.timeline.span("apply", "SWITCHING", **part.tags(member.generation)):
         state.apply_values(job, message["values"], omit | gradients.KINDS_OF_STREAM)
         internals.prepare_for_step(job.chunks)
@@ -121,15 +109,6 @@ def _digest_at_cut(job: Job, streamed: str, own: state.State, losses: list[str],
     if gradients.KIND not in omit:
         found[gradients.KIND] = gradients.digest_gradients(job)
     return state.combined(found)
-
-
-def check_manifest(theirs: dict, own: dict) -> None:
-    """Raises StateMismatch for the first kind in which names, dtypes or shapes differ."""
-    for kind in sorted(set(theirs) | set(own)):
-        if theirs.get(kind) != own.get(kind):
-            rows = [r for r in theirs.get(kind, []) + own.get(kind, [])
-                    if r not in theirs.get(kind, []) or r not in own.get(kind, [])]
-            raise StateMismatch(f"state kind {kind}: leaver and joiner differ in name, dtype or shape: {rows[:2]}")
 
 
 @torch.no_grad()

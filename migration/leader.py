@@ -12,9 +12,11 @@ import torch
 
 from migration import gradients
 from migration.arms import boundary
+from migration.communicators.base import OPERATION_TIMEOUT_S
 from migration.errors import MoveFailed
 from migration.part import Part
-from migration.stream import JOINER, Sender, chunks, patience_s
+from migration.stream import Sender
+from migration.transfer import patience_s, send_tensors
 
 if TYPE_CHECKING:
     from migration.member import Member
@@ -65,11 +67,9 @@ def _send_reduced(member: Member, part: Part, sender: Sender) -> None:
         if not names:
             time.sleep(_POLL_S)
             continue
-        parts = chunks(gradients.select(member.job, names, []))
         with member.timeline.span("gradients", "SWITCHING", **part.tags(member.generation)) as span:
             part.wire.send("GRADIENTS", patience_s(0), names=names)
-            part.pair.send_all(parts, JOINER)
-            span.bytes = sum(p.numel() for p in parts)
+            span.bytes = send_tensors(part.pair, gradients.select(member.job, names, []), OPERATION_TIMEOUT_S)
 
 
 def follow_step(member: Member, part: Part | None, stop: int) -> None:

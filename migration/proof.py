@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from migration import gradients, internals
 from migration.errors import StateMismatch
 from migration.part import Part
-from migration.stream import build_batches, patience_s
+from migration.stream import build_batches
+from migration.transfer import patience_s
 
 if TYPE_CHECKING:
     from migration.job import Job

@@ -14,7 +14,7 @@ from migration.follow import Follower
 from migration.job import Job, close_job, open_groups
 from migration.member import Member
 from migration.part import Part
-from migration.stream import patience_s
+from migration.transfer import patience_s
 
 
 def wait_for_slot(member: Member, config: Config, samples: Samples) -> Job:

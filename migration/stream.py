@@ -17,20 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from migration import internals, state
-from migration.communicators.base import Communicator
+from migration.communicators.base import OPERATION_TIMEOUT_S, Communicator
 from migration.errors import DeadlineExpired, MoveFailed
 from migration.gradients import Parts
-from migration.state import as_bytes
+from migration.transfer import CHUNK_BYTES, chunks, patience_s, send_tensors
 from migration.wire import Wire
 
 if TYPE_CHECKING:
     from migration.job import Job
 
-BATCH_BYTES = 64 << 20
 _MIN_BATCHES = 16
-JOINER, LEAVER = 1, 0  # group ranks of a pair
-_SLOWEST_BYTES_S = 50e6  # a joiner that takes less than this in training's way isn't waited for
-_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +48,7 @@ def build_batches(job: Job, omit: frozenset[str]) -> list[Batch]:
     batches, tensors, first, size = [], [], 0, 0
     states = list(internals.adam_states(job.optimizer))
     # a step waits for the batch on its way, so there are several however small the state is
-    batch_bytes = min(BATCH_BYTES, sum(12 * parameter.numel() for _, parameter, _ in states) // _MIN_BATCHES)
+    batch_bytes = min(CHUNK_BYTES, sum(12 * parameter.numel() for _, parameter, _ in states) // _MIN_BATCHES)
     for i, (_, parameter, moments) in enumerate(states):
         own = [parameter.data] if "main_parameters" not in omit else []
         own += [moments["exp_avg"], moments["exp_avg_sq"]] if "moments" not in omit else []
@@ -62,17 +58,6 @@ def build_batches(job: Job, omit: frozenset[str]) -> list[Batch]:
             batches.append(Batch(first=first, end=i + 1, tensors=tuple(tensors)))
             tensors, first, size = [], i + 1, 0
     return batches
-
-
-def patience_s(num_bytes: int) -> float:
-    """How long training waits for `num_bytes` to go over before the move is given up."""
-    return _PATIENCE_S + num_bytes / _SLOWEST_BYTES_S
-
-
-def chunks(tensors: Any, chunk_bytes: int = BATCH_BYTES) -> list[torch.Tensor]:
-    """Flat byte views of at most `chunk_bytes` each."""
-    flat = [as_bytes(tensor) for tensor in tensors]
-    return [f[i:i + chunk_bytes] for f in flat for i in range(0, f.numel(), chunk_bytes)]
 
 
 class Sender:
@@ -133,11 +118,8 @@ class Sender:
             return  # an overflow: nothing has changed but the scaler, which goes over at the cut
         end = self.batches[self.num_sent - 1].end
         gradients = [p.grad for _, p, _ in list(internals.adam_states(self._job.optimizer))[:end]]
-        parts = chunks(gradients)
-        num_bytes = sum(part.numel() for part in parts)
         self._wire.send("REPLAY", patience_s(0), end=end, param_groups=param_groups)
-        self._pair.send_all(parts, JOINER, patience_s(num_bytes))
-        self.num_bytes += num_bytes
+        self.num_bytes += send_tensors(self._pair, gradients)
 
     # ---- the stream thread
 
@@ -166,8 +148,7 @@ class Sender:
         self._wire.send("BATCH", patience_s(0), index=index, steps=steps)
         for chunk in chunks(batch.tensors):
             started_s = time.monotonic()
-            self._pair.send_all([chunk], JOINER)
-            self.num_bytes += chunk.numel()
+            self.num_bytes += send_tensors(self._pair, [chunk], OPERATION_TIMEOUT_S)
             if self._limit_bytes_s:
                 self._rest(chunk.numel() / self._limit_bytes_s - (time.monotonic() - started_s))
         self.num_sent = index + 1

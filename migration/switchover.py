@@ -12,7 +12,7 @@ from migration import hand_over, proof
 from migration.follow import Follower
 from migration.move import Report
 from migration.part import Part
-from migration.stream import patience_s
+from migration.transfer import patience_s
 from migration.wire import Message
 
 if TYPE_CHECKING:

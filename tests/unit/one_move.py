@@ -54,7 +54,7 @@ def advance_to(phase: Phase, **options: object) -> MoveTally:
     if phase is Phase.PREPARING:
         return move
     assert deliver(move, Report.PREPARED) == (Action.PROPOSE_POSITION,)
-    move.propose(POSITION)
+    move.propose(POSITION, 2 * POSITION)
     if phase is Phase.READY:
         return move
     assert deliver(move, Report.ACCEPTED) == (Action.SEND_SWITCH,)

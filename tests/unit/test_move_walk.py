@@ -77,7 +77,8 @@ class Walk:
             self.start_job()
         elif Action.PROPOSE_POSITION in actions:
             self.heard.accepted.clear()
-            self.tally.propose((self.tally.position or 0) + self.random.randint(1, 3))
+            position = (self.tally.position or 0) + self.random.randint(1, 3)
+            self.tally.propose(position, 2 * position)
         elif Action.RECOUNT in actions:
             phase, generation = self.tally.phase, self.tally.generation
             more = self.tally.recount()
@@ -101,7 +102,7 @@ class Walk:
         report = self.random.choices(list(Report), [0.2 if r is Report.FAILED else 1.0 for r in Report])[0]
         position = self.random.randint(0, 2) + (self.tally.position or 0)
         value = {Report.PREPARED: (self.random.choice("xy"), self.random.choice("xy")), Report.ACCEPTED: position,
-                 Report.REFUSED: position}.get(report, self.random.choice("xy"))
+                 Report.REFUSED: 2 * position}.get(report, self.random.choice("xy"))
         number = self.tally.number + self.random.choice((-1, 0, 0, 0, 1))
         return self.report(report, self.random.randrange(NUM_PROCESSES), number, value)
 
