@@ -12,7 +12,7 @@ STAMP := $(VENV)/.made
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-unit test-mpi test-runs test-gpu bench test-fast clean
+.PHONY: help setup demo test test-unit test-mpi test-runs test-gpu bench test-fast slurm-up slurm-down clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -22,6 +22,7 @@ help:
 	@echo 'make test-fast  unit tests and a quick selection of the others (under 3 minutes)'
 	@echo 'make test-gpu   tests on GPUs'
 	@echo 'make bench      figures of moves on this machine'
+	@echo 'make slurm-up   a Slurm of four virtual nodes on this machine (root, Debian packages); make slurm-down ends it'
 	@echo 'make setup      the environment in .venv; the others do it first, and it is done only once'
 	@echo 'make clean      removes .venv and what tests and builds leave; runs/ stays'
 	@echo 'Options: PYTHON=python3.11 PIP_FLAGS="..."'
@@ -64,6 +65,12 @@ test-fast: setup
 	$(RUN) -m pytest -q tests/unit
 	PYTHON=$(RUN) tests/run_mpi_tests.sh -m fast
 	$(RUN) -m pytest -q -m fast tests/runs
+
+slurm-up: setup
+	@$(RUN) -m slurm up
+
+slurm-down: setup
+	@$(RUN) -m slurm down
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache build
