@@ -17,6 +17,7 @@ import traceback
 from typing import Any
 
 from migration import preparation, switchover
+from migration.acceptance import Figures
 from migration.errors import MoveFailed
 from migration.faults import Fault, Faults, hang
 from migration.groups import Groups
@@ -42,6 +43,7 @@ class Member:
         self.term, self.controller = 0, 0
         self.part: Part | None = None
         self.started: Record | None = None
+        self.figures: Figures | None = None  # of this process, measured last; None: nobody wants them
         self._changed = threading.Condition()
         self._position, self._begun = -1, False
         self._holds: set[int] = set()
@@ -303,11 +305,11 @@ class Member:
                 self._position, self._begun = part.position, False
             part.num_busy -= 1
 
-    def apply_fault(self, phase: str, part: Part) -> bool:
-        """A joiner's fault point. Returns whether bits must be corrupted."""
+    def apply_fault(self, phase: str, part: Part) -> str:
+        """A joiner's fault point. Returns the kind of fault that the caller must bring about: corrupt, slow, or ''."""
         kind = self.faults.fire(phase, part.slot, part.number)
         if kind == "hang":
             hang()
         if kind == "cancel":
             self.tell("CANCEL")
-        return kind == "corrupt"
+        return kind

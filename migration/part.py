@@ -28,6 +28,7 @@ class Part:
     pair: Communicator | None = None  # leaver and joiner
     prepare_thread: threading.Thread | None = None
     warm: threading.Event = field(default_factory=threading.Event)  # a joiner's job is built and has run
+    bytes_per_s: float = 0.0  # from leaver to joiner, beside training
     wrong_probe: bool = False  # by a fault
 
     @property

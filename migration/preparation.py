@@ -5,9 +5,11 @@ its waits, since the controller drops the store they wait on.
 """
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import TYPE_CHECKING
 
+from migration.check_measure import measure_pair, used_bytes
 from migration.communicators.base import OPERATION_TIMEOUT_S
 from migration.groups import connect_store
 from migration.move import Report
@@ -32,7 +34,8 @@ def _run(member: Member, part: Part) -> None:
             new = "a fault" if part.wrong_probe else new
         if not part.verdict:
             member.report(part, Report.PREPARED, [old, new], position=member.position,
-                          connect=member.groups.unconnected if member.options.connect == "ahead" else [])
+                          connect=member.groups.unconnected if member.options.connect == "ahead" else [],
+                          figures=_figures(member, part))
     except Exception as error:  # whatever it is, the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
     finally:
@@ -59,4 +62,17 @@ def _build(member: Member, part: Part) -> tuple[str | None, str | None]:
             # the joiner waits in it for the boundary, however far that is; what hangs there the controller aborts
             part.pair = groups.prepare_pair(f"g{part.generation}/pair{part.slot}", store, int(part.role == "joiner"),
                                             timeout_s, OPERATION_TIMEOUT_S)
+        if member.figures is not None:
+            with timeline.span("measure_pair", "PREPARING", **part.tags(member.generation)):
+                part.bytes_per_s = measure_pair(part.pair, groups.device)
     return old, new
+
+
+def _figures(member: Member, part: Part) -> dict[str, object] | None:
+    """What a joiner is accepted by: its own and its leaver's. None from stayers."""
+    if member.figures is None or part.role == "stayer":
+        return None
+    if part.role == "leaver":
+        return dataclasses.replace(member.figures, used_bytes=used_bytes(member.groups.device)).to_json()
+    member.figures = dataclasses.replace(member.figures, bytes_per_s=part.bytes_per_s)
+    return member.figures.to_json()

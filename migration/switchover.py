@@ -81,7 +81,7 @@ def take_over(member: Member, part: Part, job: Job) -> bool:
     """A joiner's switchover: the leaver's state comes into `job`. Returns whether the slot is this process's now."""
     assert part.pair is not None and part.position is not None
     omit = frozenset(member.options.omit_state)
-    corrupt = member.apply_fault("SWITCHING", part)
+    corrupt = member.apply_fault("SWITCHING", part) == "corrupt"
     own = state.capture(job, omit)
     for name, at in part.connects:
         if at != part.position:
