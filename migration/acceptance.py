@@ -60,8 +60,8 @@ def parse_limits(text: str, device: str) -> Limits | None:
         except ValueError:
             changed[name] = -1.0
         if name not in names or not 0 <= changed[name] < float("inf"):
-            raise UserError(f"--accept {text}: write it as {'=SHARE,'.join(names)}=SHARE, or some of these, with shares "
-                            f"of at least 0, or as {NONE}")
+            raise UserError(f"--accept {text}: write it as {'=SHARE,'.join(names)}=SHARE, or some of these, each share "
+                            f"at least 0, or as {NONE}")
     return dataclasses.replace(DEFAULTS[device], **changed)
 
 

@@ -64,8 +64,8 @@ def _measure_short_matmul(device: torch.device, slowdown: int) -> float:
 
 def _factors(device: torch.device, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random numbers, since zeros take less power; from a generator of their own. And the first product."""
-    generator = torch.Generator().manual_seed(1)
-    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
+    generator = torch.Generator(device).manual_seed(1)
+    left, right = (torch.randn(size, size, generator=generator, dtype=dtype, device=device) for _ in range(2))
     return left, right, left @ right
 
 

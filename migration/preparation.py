@@ -62,7 +62,7 @@ def _build(member: Member, part: Part) -> tuple[str | None, str | None]:
             # the joiner waits in it for the boundary, however far that is; what hangs there the controller aborts
             part.pair = groups.prepare_pair(f"g{part.generation}/pair{part.slot}", store, int(part.role == "joiner"),
                                             timeout_s, OPERATION_TIMEOUT_S)
-        if member.figures is not None:
+        if member.figures is not None:  # before anything else is sent over it
             with timeline.span("measure_pair", "PREPARING", **part.tags(member.generation)):
                 part.bytes_per_s = measure_pair(part.pair, groups.device)
     return old, new

@@ -85,7 +85,7 @@ class Process:
         self._shares_gpu = machines.count(machines[self.world.rank]) > torch.cuda.device_count()
 
     def _measure(self) -> None:
-        """What a joiner is compared with, should this process leave its slot: later it can't be measured undisturbed."""
+        """What a joiner is compared with, should this process leave its slot; later that would disturb training."""
         if self.options.accept != NONE:
             self.member.figures = measure_figures(device.current_device(), is_shared=self._shares_gpu)
 

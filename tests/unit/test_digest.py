@@ -1,4 +1,4 @@
-"""Digests of tensors: the formula against Python's integers, whatever the chunks and addresses, and what they notice."""
+"""Digests of tensors: the formula in Python's integers, whatever the chunks and addresses; and what they notice."""
 from __future__ import annotations
 
 import hashlib
