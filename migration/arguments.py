@@ -6,6 +6,7 @@ import os
 import time
 from typing import NoReturn
 
+from migration.acceptance import DEFAULTS, NONE, parse_limits
 from migration.arms import ARMS, get_arms
 from migration.config import Config, apply_settings
 from migration.errors import UserError
@@ -77,6 +78,9 @@ def build_parser() -> Parser:
                        "faster than this while training goes on (default: no limit)")
     moves.add_argument("--require-bitwise", action="store_true", help="abort a move after which sums would have other "
                        "bits, instead of saying so")
+    moves.add_argument("--accept", default="", metavar="NAME=SHARE,...", help="what a joiner must have of its leaver's "
+                       "matmul rate, used memory and bandwidth, else the move aborts (default: " + _default_limits()
+                       + "); none: don't measure")
     moves.add_argument("--nccl-switch", default="auto", choices=("auto", "connected", "parked"), help="on GPUs: keep "
                        "old and new communicators connected side by side, or park the old ones to make room (NCCL "
                        "2.30.3); auto takes what memory allows (default: %(default)s)")
@@ -94,7 +98,8 @@ def build_parser() -> Parser:
                             help=f"{text} (default: %(default)g)")
     tests = parser.add_argument_group("for tests and experiments")
     tests.add_argument("--fault", action="append", default=[], metavar="KIND@SLOT:PHASE[#MOVE]", help="raise, kill, "
-                       "hang, corrupt or cancel at the joiner of SLOT in PREPARING, READY or SWITCHING; repeatable")
+                       "hang, corrupt or cancel at the joiner of SLOT in PREPARING, READY or SWITCHING, or slow in "
+                       "PREPARING; repeatable")
     tests.add_argument("--omit-state", action="append", default=[], metavar="KIND", help="leave out this kind of "
                        "state, to see the comparison fail; repeatable")
     tests.add_argument("--leaver-steps", action="store_true", help="a leaver takes the optimizer step of the switchover "
@@ -102,6 +107,11 @@ def build_parser() -> Parser:
     tests.add_argument("--slow-joiner", type=float, default=0.0, metavar="S", help="a joiner's preparation takes at "
                        "least S seconds")
     return parser
+
+
+def _default_limits() -> str:
+    return "; ".join(f"matmul={limits.matmul:g},memory={limits.memory:g},bandwidth={limits.bandwidth:g} on a {device}"
+                     for device, limits in DEFAULTS.items())
 
 
 def parse_run(argv: list[str]) -> tuple[Config, Options]:
@@ -115,7 +125,10 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         if iteration > last:
             raise UserError(f"--vacate {text}: the last iteration of the run is {last}")
     for text in args.fault:
-        parse_fault(text)
+        if parse_fault(text).kind == "slow" and args.accept == NONE:
+            raise UserError(f"--fault {text}: with --accept {NONE} nobody measures a joiner's speed")
+    for device in DEFAULTS:
+        parse_limits(args.accept, device)
     if args.save_at is not None and not 0 < args.save_at < config.iterations:
         raise UserError(f"--save-at {args.save_at}: must be an iteration between 1 and {config.iterations - 1}")
     if args.load and not os.path.isdir(args.load):
@@ -134,6 +147,7 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         leaver_steps=args.leaver_steps, prepare_deadline_s=args.prepare_deadline,
         switch_deadline_s=args.switch_deadline, heartbeat_timeout_s=args.heartbeat_timeout,
         orphan_timeout_s=args.orphan_timeout, require_bitwise=args.require_bitwise, faults=tuple(args.fault),
+        accept=args.accept,
         save_at=args.save_at, switch=args.nccl_switch, connect=args.connect,
         load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state),
         slow_joiner_s=args.slow_joiner)

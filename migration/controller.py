@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from migration.acceptance import Acceptance, Figures
 from migration.actions import Actions
 from migration.config import Config
 from migration.errors import UserError
@@ -118,8 +119,21 @@ class Controller(Actions):
         if self._move is not None and record["move"] == self._tally.number:
             self._unconnected.update(record.get("connect", ()))
             self._move.take(report, record, self.timeline.clock())
+            if record.get("figures") and self._is_unfit(member, Figures(**record["figures"])):
+                return
         self._act(self._tally.report(report, member, record["move"], record["value"],
                                      record.get("probes")))
+
+    def _is_unfit(self, member: int, figures: Figures) -> bool:
+        """Whether a leaver's or joiner's figures have just ended the move."""
+        if self._tally.phase is not Phase.PREPARING:
+            return False
+        told, wrong = self._acceptance.take(member, figures)
+        if told:
+            self.timeline.add_event("acceptance", told, self._tally.number)
+        if wrong:
+            self._take_event(Event.MEMBER_FAILED, wrong)
+        return bool(wrong)
 
     # ---- the clock
 
@@ -184,6 +198,7 @@ class Controller(Actions):
             self._release(self._hold_to_release())
             self._current = None
             return
+        self._acceptance = Acceptance(plan, self._tally.roster.hosts, self.options.accept)
         self._move = MoveRecord(request=pending.text, plan=plan, term=self.term, requested_s=self.timeline.clock())
         self._act(self._tally.request(plan))
 

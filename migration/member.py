@@ -17,6 +17,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from migration import leader, preparation, proof, switchover
+from migration.acceptance import Figures
 from migration.arms import ARMS, boundary, cut
 from migration.errors import MoveFailed
 from migration.faults import Fault, Faults, hang
@@ -48,6 +49,7 @@ class Member:
         self.part: Part | None = None
         self.job: Job | None = None  # of the slot, as its training thread showed it last
         self.started: Record | None = None
+        self.figures: Figures | None = None  # of this process, measured last; None: nobody wants them
         self._changed = threading.Condition()
         self._stop, self._begun = -1, False  # the stop (arms.py) that training has come to, and whether it is past it
         self._stopped_s = 0.0  # when it came there
@@ -343,11 +345,11 @@ class Member:
                 self._stop, self._begun = part.stop, False
             part.num_busy -= 1
 
-    def apply_fault(self, phase: str, part: Part) -> bool:
-        """A joiner's fault point. Returns whether bits must be corrupted."""
+    def apply_fault(self, phase: str, part: Part) -> str:
+        """A joiner's fault point. Returns the kind of fault that the caller must bring about: corrupt, slow, or ''."""
         kind = self.faults.fire(phase, part.slot, part.number)
         if kind == "hang":
             hang()
         if kind == "cancel":
             self.tell("CANCEL")
-        return kind == "corrupt"
+        return kind

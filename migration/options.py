@@ -23,6 +23,7 @@ class Options:
     heartbeat_timeout_s: float = 15.0
     orphan_timeout_s: float = 60.0
     require_bitwise: bool = False
+    accept: str = ""  # limits of a joiner's figures: see acceptance.py
     switch: str = "auto"  # of NCCL communicators: see communicators/nccl_policy.py
     connect: str = "ahead"  # when new ones are connected: ahead (by training, at boundaries), pause, background
     progress_s: float = 2.0  # pause between progress lines where the output isn't a terminal

@@ -36,6 +36,7 @@ class Part:
     prepare_thread: threading.Thread | None = None  # afterwards it is a leaver's stream thread
     warm: threading.Event = field(default_factory=threading.Event)  # a joiner's job is built and has run
     is_proven: bool = False  # a joiner has told what its first step gave (proof.py)
+    bytes_per_s: float = 0.0  # from leaver to joiner, beside training
     wrong_probe: bool = False  # by a fault
 
     @property

@@ -6,10 +6,12 @@ wait on.
 """
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import TYPE_CHECKING, Any
 
 from migration import leader, wire
+from migration.check_measure import measure_pair, used_bytes
 from migration.communicators.base import OPERATION_TIMEOUT_S
 from migration.groups import connect_store
 from migration.move import Report
@@ -39,7 +41,7 @@ def _run(member: Member, part: Part) -> None:
         if not part.verdict:
             ahead = member.options.connect == "ahead" and not part.arm.stops_first
             member.report(part, Report.PREPARED, [old, new], position=member.position,
-                          connect=member.groups.unconnected if ahead else [])
+                          connect=member.groups.unconnected if ahead else [], figures=_figures(member, part))
         if part.sender is not None and member.wait_for(lambda: part.verdict) == "SWITCH":
             leader.finish_stream(member, part)
     except Exception as error:  # whatever it is, the controller decides: the move aborts, training goes on
@@ -80,8 +82,21 @@ def _build_pair(member: Member, part: Part, store: Any) -> None:
     try:
         # the joiner waits in it for the boundary, however far that is; what hangs there the controller aborts
         part.pair = member.groups.prepare_pair(name, store, int(is_joiner), timeout_s, OPERATION_TIMEOUT_S)
+        if member.figures is not None:  # before anything else is sent over it
+            with member.timeline.span("measure_pair", "PREPARING", **part.tags(member.generation)):
+                part.bytes_per_s = measure_pair(part.pair, member.groups.device)
         part.wire = listener.accept(_CONNECT_S) if listener else wire.connect(store, name, _CONNECT_S)
     finally:
         if listener:
             listener.close()
     member.notify()
+
+
+def _figures(member: Member, part: Part) -> dict[str, object] | None:
+    """What a joiner is accepted by: its own and its leaver's. None from stayers."""
+    if member.figures is None or part.role == "stayer":
+        return None
+    if part.role == "leaver":
+        return dataclasses.replace(member.figures, used_bytes=used_bytes(member.groups.device)).to_json()
+    member.figures = dataclasses.replace(member.figures, bytes_per_s=part.bytes_per_s)
+    return member.figures.to_json()

@@ -4,6 +4,7 @@ harness.py owns the training loop; this file owns what every process has, whatev
 """
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
 import threading
@@ -11,8 +12,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from migration import checkpoint, device, job, state
+from migration.acceptance import NONE
 from migration.bringup import Started
+from migration.check_measure import measure_figures, measure_slots
 from migration.communicators.makers import build_maker
 from migration.config import Config
 from migration.controller import Controller
@@ -49,6 +55,7 @@ class Process:
                              address=self._address())
         self.member.slot = started.roster.slot_of(world.rank)
         self.member.hold_at(self.options.schedule().holds)
+        self._measure()
         self._controller: Controller | None = None
         if world.rank == 0:
             self._controller = self._make_controller(started.roster, 0)
@@ -68,11 +75,19 @@ class Process:
 
     def _take_device(self) -> None:
         """Choose a GPU, and tell NCCL which host this is, before either is started in this process."""
+        self._shares_gpu = False
         if device.is_cpu():
             return
         placed = take_gpu(self.world.hellos, self.world.rank)
         self.timeline.add_event("device", f"GPU {placed.device}, NCCL host id {placed.host_id or 'its own'}"
                                 + (" (shares the GPU with another process of its host)" if placed.shares_gpu else ""))
+        machines = [h["machine"] for h in self.world.hellos]
+        self._shares_gpu = machines.count(machines[self.world.rank]) > torch.cuda.device_count()
+
+    def _measure(self) -> None:
+        """What a joiner is compared with, should this process leave its slot; later that would disturb training."""
+        if self.options.accept != NONE:
+            self.member.figures = measure_figures(device.current_device(), is_shared=self._shares_gpu)
 
     def add_marks(self, marks: dict[str, float]) -> None:
         """Start-up spans from the times at which each part was done."""
@@ -96,6 +111,9 @@ class Process:
             self.groups.prepare(0, store, range(self.config.job_size), _START_TIMEOUT_S)
             self.groups.activate()
             self.groups.adopt()
+            if self.member.figures is not None:
+                self.member.figures = dataclasses.replace(
+                    self.member.figures, bytes_per_s=measure_slots(dist.group.WORLD, device.current_device()))
         with self.timeline.span("broadcast", "STARTUP", slot=slot):
             made.broadcast_parameters()
         if self.options.load:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 
-from migration import preparation, state, switchover
+from migration import device, preparation, state, switchover
+from migration.check_measure import measure_figures
 from migration.config import Config
 from migration.data import Samples
 from migration.follow import Follower
+from migration.faults import SLOWDOWN
 from migration.job import Job, close_job, open_groups
 from migration.member import Member
 from migration.part import Part
@@ -59,6 +61,14 @@ def _follow(member: Member, part: Part, job: Job) -> bool:
     return switchover.take_over(member, part, job, follower, message)
 
 
+def _measure(member: Member, part: Part, slowdown: int) -> None:
+    """Once more, since the start of the run is long ago: the controller compares it with the leaver."""
+    if member.figures is not None:
+        with member.timeline.span("accept", "PREPARING", **part.tags(member.generation)):
+            member.figures = measure_figures(device.current_device(), slowdown=slowdown,
+                                             is_shared=member.figures.device == "shared GPU")
+
+
 def _warm_up(member: Member, part: Part, config: Config, samples: Samples) -> Job:
     """Build the slot's job and pay for its first iteration, beside training. Returns it filled with NaN."""
     started_s = time.monotonic()
@@ -66,7 +76,9 @@ def _warm_up(member: Member, part: Part, config: Config, samples: Samples) -> Jo
     with member.timeline.span("open_groups", "PREPARING", **tags):
         open_groups(config, part.slot, member.groups)
     preparation.start(member, part)
-    part.wrong_probe = member.apply_fault("PREPARING", part)
+    fault = member.apply_fault("PREPARING", part)
+    part.wrong_probe = fault == "corrupt"
+    _measure(member, part, slowdown=SLOWDOWN if fault == "slow" else 1)
     with member.timeline.span("build", "PREPARING", **tags):
         job = Job(config, part.slot, member.groups, samples)
     if part.arm.warms_up:

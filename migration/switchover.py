@@ -83,7 +83,7 @@ def take_over(member: Member, part: Part, job: Job, follower: Follower, message:
     assert part.position is not None
     arrived_s = member.timeline.clock()
     member.world.urgent = True
-    corrupt = member.apply_fault("SWITCHING", part)
+    corrupt = member.apply_fault("SWITCHING", part) == "corrupt"
     receive = hand_over.receive_at_cut if part.arm.cuts else hand_over.receive_state
     digest = receive(member, part, job, follower, message, corrupt)
     with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
