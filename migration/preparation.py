@@ -9,7 +9,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from migration.communicators.base import OPERATION_TIMEOUT_S
-from migration.groups import connect_store
+from migration.stores import connect_store
+from migration.costs import longest_connect_s
 from migration.move import Report
 from migration.part import Part
 
@@ -32,7 +33,8 @@ def _run(member: Member, part: Part) -> None:
             new = "a fault" if part.wrong_probe else new
         if not part.verdict:
             member.report(part, Report.PREPARED, [old, new], position=member.position,
-                          connect=member.groups.unconnected if member.options.connect == "ahead" else [])
+                          connect=member.groups.unconnected if member.options.connect == "ahead" else [],
+                          connect_s=longest_connect_s(member.groups), room=member.groups.room(part.plan.slots))
     except Exception as error:  # whatever it is, the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
     finally:
@@ -57,6 +59,7 @@ def _build(member: Member, part: Part) -> tuple[str | None, str | None]:
     if part.role != "stayer":
         with timeline.span("prepare_pair", "PREPARING", **part.tags(member.generation)):
             # the joiner waits in it for the boundary, however far that is; what hangs there the controller aborts
-            part.pair = groups.prepare_pair(f"g{part.generation}/pair{part.slot}", store, int(part.role == "joiner"),
-                                            timeout_s, OPERATION_TIMEOUT_S)
+            pair = groups.make_pair(f"g{part.generation}/pair{part.slot}", int(part.role == "joiner"))
+            member.give_pair(part, pair)
+            groups.prepare_pair(pair, store, timeout_s, OPERATION_TIMEOUT_S)
     return old, new

@@ -4,6 +4,7 @@ harness.py owns the training loop; this file owns what every process has, whatev
 """
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -13,14 +14,17 @@ from pathlib import Path
 
 from migration import checkpoint, device, job, state
 from migration.bringup import Started
-from migration.communicators.makers import build_maker
+from migration.communicators.makers import Maker, build_maker
+from migration.communicators.nccl_policy import parse_pins
 from migration.config import Config
 from migration.controller import Controller
-from migration.groups import Groups, connect_store
+from migration.costs import log_costs, take_costs
+from migration.groups import Groups
 from migration.job import IterationResult, Job
 from migration.member import Member
 from migration.placement import take_gpu
 from migration.plan import Roster
+from migration.stores import connect_store
 from migration.timeline import Clock, Timeline
 from migration.world import Record, World
 
@@ -42,9 +46,10 @@ class Process:
             hosts=list(started.roster.hosts), clock=clock)
         self._tell_data()
         self._take_device()
-        self.groups = Groups(device.current_device(),
-                             build_maker(device.current_device(), self.options.switch,
-                                        connect_in_background=self.options.connect == "background"))
+        maker = build_maker(device.current_device(), self.options.switch, allow_lazy=self.options.allow_lazy,
+                            connect_in_background=self.options.connect == "background")
+        self._tell_communicators(maker)
+        self.groups = Groups(device.current_device(), maker)
         self.member = Member(world=world, groups=self.groups, timeline=self.timeline, options=self.options)
         self.member.slot = started.roster.slot_of(world.rank)
         if self.options.hold:
@@ -70,9 +75,24 @@ class Process:
         """Choose a GPU, and tell NCCL which host this is, before either is started in this process."""
         if device.is_cpu():
             return
+        os.environ.update(parse_pins(self.options.pins))
         placed = take_gpu(self.world.hellos, self.world.rank)
         self.timeline.add_event("device", f"GPU {placed.device}, NCCL host id {placed.host_id or 'its own'}"
                                 + (" (shares the GPU with another process of its host)" if placed.shares_gpu else ""))
+
+    def _tell_communicators(self, maker: Maker) -> None:
+        """How communicators are made goes into the log, and to the user where there is something to know."""
+        told = maker.describe()
+        self.timeline.add_event("communicators", told)
+        if self.world.rank > 0:
+            return
+        if self.options.allow_lazy:
+            told += "; a move that aborts in its pause may have to rebuild the old ones (--allow-lazy)"
+        if not device.is_cpu() or self.options.allow_lazy:
+            sys.stdout.write(f"communicators: {told}\n")
+        if device.is_cpu() and self.options.pins:
+            sys.stdout.write("--nccl-pin has no effect without a GPU: Gloo adds in one order always\n")
+        sys.stdout.flush()
 
     def add_marks(self, marks: dict[str, float]) -> None:
         """Start-up spans from the times at which each part was done."""
@@ -96,6 +116,7 @@ class Process:
             self.groups.prepare(0, store, range(self.config.job_size), _START_TIMEOUT_S)
             self.groups.activate()
             self.groups.adopt()
+        log_costs(self.timeline, take_costs(self.groups), move=-1, slot=slot)
         with self.timeline.span("broadcast", "STARTUP", slot=slot):
             made.broadcast_parameters()
         if self.options.load:

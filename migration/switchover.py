@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from migration import state, transfer
+from migration.costs import log_costs, take_costs
 from migration.move import Report
 from migration.part import Part
 
@@ -33,16 +34,18 @@ def switch(member: Member, part: Part, job: Job) -> bool:
         digest, new = None, None
         if part.role == "leaver":
             digest, num_bytes = _hand_over(member, part, job)
+        if _all_have_handed_over(member, part):
             with member.timeline.span("park", "SWITCHING", **part.tags(member.generation)):
                 old = member.groups.park(part.plan.slots)
-        else:
-            with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
-                old, new = member.groups.activate()
-        member.report(part, Report.VERIFIED, digest, **_probes(old, new))
+            if part.role == "stayer":
+                with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
+                    new = member.groups.activate()
+            member.report(part, Report.VERIFIED, digest, **_probes(old, new))
     except Exception as error:  # the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
     if _wait_verdict(member, part) == "ABORT":
-        member.groups.resume(part.plan.slots)
+        with member.timeline.span("resume", "ABORTED", **part.tags(member.generation)):
+            part.rebuilt = member.groups.resume(part.plan.slots, part.rebuild_store, part.prepare_timeout_s)
         member.leave(part)
         return True
     _commit(member, part, arrived_s, num_bytes)
@@ -98,9 +101,10 @@ def take_over(member: Member, part: Part, job: Job) -> bool:
             _flip_a_bit(own)
     with member.timeline.span("digest", "SWITCHING", **part.tags(member.generation)):
         digest = state.combined(state.digests(state.capture(job, omit)))
-    with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
-        _, new = member.groups.activate()
-    member.report(part, Report.VERIFIED, digest, **_probes(None, new))
+    if _all_have_handed_over(member, part):
+        with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
+            new = member.groups.activate()
+        member.report(part, Report.VERIFIED, digest, **_probes(None, new))
     if _wait_verdict(member, part) == "ABORT":
         return False
     job.iteration = part.position
@@ -113,6 +117,20 @@ def _probes(old: str | None, new: str | None) -> dict[str, list[str | None]]:
     return {"probes": [old or None, new or None]} if old or new else {}
 
 
+def _all_have_handed_over(member: Member, part: Part) -> bool:
+    """Where old communicators make room: wait until every member's transfers are complete, or the move is aborted.
+
+    Parking is collective, so all must do it or none. Once the controller has said so to all, every member parks, also
+    one that has heard of an abort since; and until then nobody has touched an old communicator.
+    """
+    if not part.makes_room:
+        return True
+    with member.timeline.span("wait_transfers", "SWITCHING", **part.tags(member.generation)):
+        member.report(part, Report.HANDED_OVER)
+        member.wait_for(lambda: part.may_park or part.verdict == "ABORT")
+    return part.may_park
+
+
 def _wait_verdict(member: Member, part: Part) -> str:
     """COMMIT or ABORT. Waits as long as it takes: only the controller decides."""
     with member.timeline.span("verdict", "SWITCHING", **part.tags(member.generation)):
@@ -121,7 +139,7 @@ def _wait_verdict(member: Member, part: Part) -> str:
 
 def _commit(member: Member, part: Part, arrived_s: float, num_bytes: int) -> None:
     """Go on in the new generation, in the slot or without one."""
-    costs = [member.groups.describe_costs(stage) for stage in ("prepare", "connect")]
+    costs = take_costs(member.groups)
     num_rebuilt, num_kept = member.groups.adopt() if part.role != "leaver" else (0, 0)
     member.world.urgent = False
     member.enter_generation(part)
@@ -130,8 +148,7 @@ def _commit(member: Member, part: Part, arrived_s: float, num_bytes: int) -> Non
                              **part.tags(part.generation))
     member.report(part, Report.ACKNOWLEDGED, arrived_s=arrived_s, resumed_s=resumed_s, bytes=num_bytes,
                   groups=[num_rebuilt, num_kept])
-    for told in filter(None, costs):
-        member.timeline.add_event("communicators", told, part.number)
+    log_costs(member.timeline, costs, move=part.number, slot=part.slot)
 
 
 def _flip_a_bit(own: state.State) -> None:

@@ -27,7 +27,7 @@ class NcclPair(NcclCommunicator):
         self.switch = "connected"
         return unique_id
 
-    def _adopt(self) -> Any:
+    def _build_inner(self) -> Any:
         return PairGroup(self._bare, self.device, self._operation_timeout_s, self.abort)
 
     def send_all(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
