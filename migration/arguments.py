@@ -78,7 +78,8 @@ def build_parser() -> Parser:
                        "(NCCL 2.30.3), or close them (with --allow-lazy); auto takes what memory allows (default: "
                        "%(default)s)")
     moves.add_argument("--allow-lazy", action="store_true", help="where memory allows nothing better, old "
-                       "communicators may be closed before the commit; a move that aborts after that rebuilds them, and says so")
+                       "communicators may be closed before the commit; a move that aborts after that rebuilds them, "
+                       "and says so")
     moves.add_argument("--nccl-pin", default="", metavar="NAME=VALUE,...", help="fix what decides in which order NCCL "
                        "adds: ALGO=Ring,PROTO=Simple, MIN_CHANNELS, MAX_CHANNELS, MIN_CTAS, MAX_CTAS; sets NCCL's "
                        "variables of these names on every process")

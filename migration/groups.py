@@ -217,16 +217,17 @@ class Groups(Handles):
 
     def resume(self, slots: Iterable[int], store_address: tuple[str, int] | None = None,
                timeout_s: float = 60.0) -> tuple[int, int]:
-        """The move aborted at the boundary: old communicators go on, where they were closed (`lazy`) as new ones.
+        """The move aborted at the boundary: old communicators that made room go on; closed ones (`lazy`) are rebuilt.
 
-        Collective over each touched group, where it resumes or rebuilds; `store_address` is where members meet to
-        rebuild, each within `timeout_s`. Returns (rebuilt, those of them whose sums have other bits now), each group
-        counted by its first member. Raises RuntimeError when one can't go on: then the job can't.
+        Collective over each of these groups; `store_address` is where members meet to rebuild, each group within
+        `timeout_s`. Returns (rebuilt, those of them whose sums have other bits now), each group counted by its first
+        member. Raises RuntimeError when one can't go on: then the job can't.
         """
-        for communicator in self._next.values():
+        handles = [handle for handle in self._old(slots) if isinstance(handle.inner, wiring.NoGroup)]
+        for communicator in self._next.values() if handles else ():
             communicator.wait_aborted()  # the old ones need the memory
         store, rebuilt = None, []
-        for handle in self._old(slots):
+        for handle in handles:
             communicator = self._live[handle.name]
             if communicator.needs_rebuild:
                 assert store_address is not None, f"{communicator.name} was closed, and there is no store to rebuild it"

@@ -104,12 +104,14 @@ class Communicator(ABC):
         return 0
 
     @contextmanager
-    def measured(self, stage: str) -> Iterator[None]:
-        """The body is what `stage` takes, if it doesn't raise."""
-        free_before, started_s = self.free_bytes(), time.perf_counter()
+    def measured(self, stage: str, *, as_one: bool = False) -> Iterator[None]:
+        """The body is what `stage` takes, if it doesn't raise; `as_one`: stages inside it aren't told apart."""
+        free_before, started_s, num_before = self.free_bytes(), time.perf_counter(), len(self._untold)
         yield
         seconds = time.perf_counter() - started_s
         self.costs[stage] = StageCost(seconds=seconds, device_bytes=free_before - self.free_bytes())
+        if as_one:
+            del self._untold[num_before:]
         self._untold.append((stage, self.costs[stage]))
 
     def take_costs(self) -> list[tuple[str, StageCost]]:

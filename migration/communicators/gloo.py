@@ -51,7 +51,7 @@ class GlooCommunicator(Communicator):
 
     def rebuild(self, store: dist.Store, timeout_s: float) -> None:
         assert self._is_closed, f"{self.name} is open"
-        with self.measured("rebuild"):
+        with self.measured("rebuild", as_one=True):
             self.prepare(dist.PrefixStore("rebuilt", store), timeout_s)
         self._is_closed = False
 

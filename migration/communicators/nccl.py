@@ -138,6 +138,6 @@ class NcclCommunicator(NcclLife):
         self._expect(Stage.CLOSED)
         self._bare = Bare(self.library, self.group_rank, len(self.slots), self.name)
         self.stage = Stage.NEW
-        with self.measured("rebuild"):
+        with self.measured("rebuild", as_one=True):
             self.prepare(dist.PrefixStore("rebuilt", store), timeout_s, self._operation_timeout_s)
             self.activate()
