@@ -10,9 +10,9 @@ CUDA), internals.py (Megatron's private names).
 
 A move: plan.py (who goes where), schedule.py (when), protocol.py (phases, events, actions in one table), move.py (the
 tally of reports), controller.py (decides), actions.py (carries out), watch.py (heartbeats, deadlines), member.py and
-part.py (a process's part), preparation.py and switchover.py (what it does in these phases), groups.py and
-communicators/ (process groups that outlive their communicator), state.py (everything that moves), transfer.py (its
-way), checkpoint.py (save and restart, to compare with), faults.py.
+part.py (a process's part), preparation.py and switchover.py (what it does in these phases), handles.py, groups.py,
+communicators/ and stores.py (process groups that outlive their communicator), costs.py (what those take), state.py
+(everything that moves), transfer.py (its way), checkpoint.py (save and restart, to compare with), faults.py.
 
 Beside it: topology.py and sizes.py (arithmetic), plan_report.py, check*.py (the preflight), requests.py (from outside),
 commands.py, record.py (progress, verdict), timeline.py (the log), versions.py, demo.py, launch.py, forkserver.py and

@@ -54,7 +54,7 @@ class Groups(Handles):
     @property
     def num_communicators(self) -> int:
         """Communicators held: live, being prepared, and not yet closed."""
-        return len(self._live) + len(self._next) + self._closer.num_waiting + (self._solo is not None)
+        return len(self.communicators) + self._closer.num_waiting + (self._solo is not None)
 
     @property
     def communicators(self) -> list[Communicator]:
@@ -100,10 +100,7 @@ class Groups(Handles):
                 f"g{generation}/{handle.name}", handle.slots, store, time.monotonic() + timeout_s)
 
     def make_pair(self, name: str, group_rank: int) -> Communicator:
-        """The two-member communicator of a leaver (rank 0) and its joiner (rank 1), for `prepare_pair`.
-
-        The caller owns it, can abort it at any time, and frees it by `release_pair`.
-        """
+        """Of a leaver (rank 0) and its joiner (rank 1). The caller can abort it at any time; `release_pair` frees it."""
         return self._maker.make_pair(name, group_rank)
 
     def prepare_pair(self, pair: Communicator, store: dist.Store, timeout_s: float, operation_timeout_s: float) -> None:
@@ -248,10 +245,6 @@ class Groups(Handles):
             self._next.clear()
             self._is_aborting = False
         self._closer.close_all(discarded)
-
-    def shutdown(self) -> None:
-        """Close everything at the end of the run and wait for it."""
-        self._closer.stop()
 
 
 def _join(communicators: Iterable[Communicator], *, when_prepared: bool) -> str:

@@ -12,7 +12,7 @@ class Closer:
 
     def __init__(self) -> None:
         self._held: list[Communicator] = []
-        self._queue: queue.SimpleQueue[Communicator | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Communicator] = queue.SimpleQueue()
         self._num_queued = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -41,14 +41,9 @@ class Closer:
             self._queue.put(communicator)
 
     def _run(self) -> None:
-        while (communicator := self._queue.get()) is not None:
+        while True:
+            communicator = self._queue.get()
             communicator.close()
             del communicator
             with self._lock:
                 self._num_queued -= 1
-
-    def stop(self) -> None:
-        self.release()
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(30.0)

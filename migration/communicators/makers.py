@@ -70,8 +70,9 @@ class NcclMaker(Maker):
         from nccl_bindings.library import load
         from third_party.pytorch.nccl_group import install_p2p_grouping
         self._device, self._library = device, load()
-        # a joiner waits in a connection until the others come to that boundary; what hangs, the controller aborts
-        self._policy = NcclPolicy(switch=switch, connect_timeout_s=600.0)
+        # A joiner waits in a connection until the others come to that boundary, and whoever resumes, for members that
+        # still connect other groups; what hangs, the controller aborts long before these deadlines.
+        self._policy = NcclPolicy(switch=switch, connect_timeout_s=600.0, park_timeout_s=600.0)
         self._policy.validate()
         self._connect_in_background, self.allow_lazy = connect_in_background, allow_lazy
         install_p2p_grouping()

@@ -98,7 +98,7 @@ class NcclCommunicator(NcclLife):
         with self.measured("activate"):
             if self.stage is Stage.PARKED:
                 with self.measured("resume"):
-                    self._resume_memory(Stage.PREPARED)
+                    self._resume_memory(Stage.PREPARED, self.policy.park_timeout_s)
             self.connect()
             if self.inner is None:  # it was parked
                 with self.measured("adopt"):
@@ -128,7 +128,7 @@ class NcclCommunicator(NcclLife):
             raise MoveFailed(f"{self.name}: was closed to make room (policy lazy): rebuild it")
         if self.stage is Stage.PARKED:
             with self.measured("resume"):
-                self._resume_memory(Stage.CONNECTED)
+                self._resume_memory(Stage.CONNECTED, self.policy.park_timeout_s)
 
     @property
     def needs_rebuild(self) -> bool:

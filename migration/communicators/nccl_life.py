@@ -109,7 +109,8 @@ class NcclLife(Communicator):
         if self.stage is Stage.PARKED:
             connected = "connect" in self.costs
             try:
-                self._resume_memory(Stage.PREPARED)  # NCCL can't free memory that isn't mapped
+                # NCCL can't free memory that isn't mapped; a peer may be gone
+                self._resume_memory(Stage.PREPARED, self.policy.close_timeout_s)
             except RuntimeError:
                 _log.exception("%s: couldn't be resumed to be closed; its memory may be lost", self.name)
         with self._owner_lock:
@@ -137,8 +138,8 @@ class NcclLife(Communicator):
             self._bare.suspend()
         self._become(Stage.PARKED)
 
-    def _resume_memory(self, stage: Stage) -> None:
-        with self._deadline(self.policy.park_timeout_s, "resuming"):
+    def _resume_memory(self, stage: Stage, timeout_s: float) -> None:
+        with self._deadline(timeout_s, "resuming"):
             self._bare.resume()
         self._become(stage)
 

@@ -5,8 +5,8 @@ On a CPU nothing is gained by it, but the protocol is that of GPUs: who waits fo
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from support import Case, Harness, Undisturbed, assert_equal, completed, outcomes, refused, undisturbed, vacate  # noqa: F401
+from support import (Case, Harness, Undisturbed, assert_equal, completed, outcomes, refused,  # noqa: F401
+                     undisturbed, vacate)
 
 from analysis.log import Run, read_run
 
