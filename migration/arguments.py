@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from migration.acceptance import DEFAULTS, NONE, parse_limits
 from migration.arms import ARMS, get_arms
+from migration.communicators.nccl_policy import parse_pins
 from migration.config import Config, apply_settings
 from migration.errors import UserError
 from migration.faults import parse_fault
@@ -81,9 +82,16 @@ def build_parser() -> Parser:
     moves.add_argument("--accept", default="", metavar="NAME=SHARE,...", help="what a joiner must have of its leaver's "
                        "matmul rate, used memory and bandwidth, else the move aborts (default: " + _default_limits()
                        + "); none: don't measure")
-    moves.add_argument("--nccl-switch", default="auto", choices=("auto", "connected", "parked"), help="on GPUs: keep "
-                       "old and new communicators connected side by side, or park the old ones to make room (NCCL "
-                       "2.30.3); auto takes what memory allows (default: %(default)s)")
+    moves.add_argument("--nccl-switch", default="auto", choices=("auto", "connected", "parked", "lazy"), help="on "
+                       "GPUs: keep old and new communicators connected side by side, or park the old ones to make room "
+                       "(NCCL 2.30.3), or close them (with --allow-lazy); auto takes what memory allows (default: "
+                       "%(default)s)")
+    moves.add_argument("--allow-lazy", action="store_true", help="where memory allows nothing better, old "
+                       "communicators may be closed before the commit; a move that aborts after that rebuilds them, "
+                       "and says so")
+    moves.add_argument("--nccl-pin", default="", metavar="NAME=VALUE,...", help="fix what decides in which order NCCL "
+                       "adds: ALGO=Ring,PROTO=Simple, MIN_CHANNELS, MAX_CHANNELS, MIN_CTAS, MAX_CTAS; sets NCCL's "
+                       "variables of these names on every process")
     moves.add_argument("--connect", default="ahead", choices=("ahead", "pause", "background"), help="on GPUs, where "
                        "memory allows old and new side by side: connect new communicators ahead of the pause, one "
                        "group an iteration, or in the pause, or on the prepare thread, which can deadlock (default: "
@@ -138,6 +146,10 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0 s, and finite")
     if not 0 <= args.transfer_limit < float("inf"):
         raise UserError(f"--transfer-limit {args.transfer_limit:g}: must be 0 (none) or a number of MB/s")
+    parse_pins(args.nccl_pin)
+    if args.nccl_switch == "lazy" and not args.allow_lazy:
+        raise UserError("--nccl-switch lazy: closes old communicators before the commit, so that a move that aborts "
+                        "later must rebuild them; add --allow-lazy if that will do")
     if args.lead < 0:
         raise UserError(f"--lead {args.lead}: must be at least 0 iterations")
     run = args.run or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.profile}"
@@ -147,7 +159,7 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         leaver_steps=args.leaver_steps, prepare_deadline_s=args.prepare_deadline,
         switch_deadline_s=args.switch_deadline, heartbeat_timeout_s=args.heartbeat_timeout,
         orphan_timeout_s=args.orphan_timeout, require_bitwise=args.require_bitwise, faults=tuple(args.fault),
-        accept=args.accept,
-        save_at=args.save_at, switch=args.nccl_switch, connect=args.connect,
+        accept=args.accept, save_at=args.save_at, switch=args.nccl_switch, connect=args.connect, allow_lazy=args.allow_lazy,
+        pins=args.nccl_pin,
         load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state),
         slow_joiner_s=args.slow_joiner)

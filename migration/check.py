@@ -202,7 +202,7 @@ class Checker:
 
         from migration import check_measure, device
         from migration.communicators.makers import build_maker
-        from migration.groups import start_store
+        from migration.stores import start_store
         if self._world.rank == 0:
             self._server = start_store(self._address())
         if device.is_cpu():
@@ -221,7 +221,7 @@ class Checker:
 
     def _all_reduce(self, step: Record) -> dict[str, Any]:
         from migration import check_measure, device
-        from migration.groups import connect_store
+        from migration.stores import connect_store
         if self._store is None:
             self._store = connect_store(tuple(step["store"]), self._args.timeout)
         assert self._maker is not None

@@ -66,6 +66,7 @@ class Controller(Actions):
     def _on_progress(self, record: Record) -> None:
         self._positions[record["from"]] = record["iteration"]
         if "loss" in record:
+            self._times_s.append(record["time_s"])
             self._record.progress(record, self._tally.generation, self._phase_text())
 
     def _phase_text(self) -> str:
@@ -118,11 +119,12 @@ class Controller(Actions):
         self._positions[member] = max(self._positions.get(member, -1), position)
         if self._move is not None and record["move"] == self._tally.number:
             self._unconnected.update(record.get("connect", ()))
+            self._connect_s = max(self._connect_s, record.get("connect_s", 0.0))
             self._move.take(report, record, self.timeline.clock())
             if record.get("figures") and self._is_unfit(member, Figures(**record["figures"])):
                 return
         self._act(self._tally.report(report, member, record["move"], record["value"],
-                                     record.get("probes")))
+                                     record.get("probes"), record.get("room", "")))
 
     def _is_unfit(self, member: int, figures: Figures) -> bool:
         """Whether a leaver's or joiner's figures have just ended the move."""

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from migration import leader, preparation, proof, switchover
 from migration.acceptance import Figures
 from migration.arms import ARMS, boundary, cut
+from migration.communicators.base import Communicator
+from migration.costs import log_costs, take_costs
 from migration.errors import MoveFailed
 from migration.faults import Fault, Faults, hang
 from migration.groups import Groups
@@ -185,7 +187,11 @@ class Member:
 
     def _on_switch(self, record: Record) -> None:
         if self.part is not None and self.part.number == record["move"] and not self.part.verdict:
-            self.part.verdict = "SWITCH"
+            self.part.verdict, self.part.makes_room = "SWITCH", record["room"]
+
+    def _on_park(self, record: Record) -> None:
+        assert self.part is not None and self.part.number == record["move"], record
+        self.part.may_park = True
 
     def _on_commit(self, record: Record) -> None:
         assert self.part is not None and self.part.number == record["move"], record
@@ -199,6 +205,7 @@ class Member:
             self.tell("REPORT", report=Report.ACKNOWLEDGED.value, move=record["move"], value=None)
             return
         part.verdict, part.reason = "ABORT", record["reason"]
+        part.rebuild_store = tuple(record["store"]) if record["store"] else None
         self.world.urgent = False
         part.end_pair()  # and a transfer under way
         if part.num_busy:
@@ -236,13 +243,21 @@ class Member:
                 self._clean_up(part)
             self._changed.notify_all()
 
+    def give_pair(self, part: Part, pair: Communicator) -> None:
+        """Before it is prepared, so that an ABORT can end that too. Raises MoveFailed when one has come already."""
+        with self._changed:
+            if part.verdict == "ABORT":
+                raise MoveFailed(f"{pair.name}: the move was aborted before it was prepared")
+            part.pair = pair
+
     def _clean_up(self, part: Part) -> None:
         """Drop what was prepared for an aborted move, then acknowledge."""
+        log_costs(self.timeline, take_costs(self.groups), move=part.number, slot=part.slot)
         self.groups.discard()
         self._release_pair(part)
         self.part = None
         self.timeline.add_event("phase", f"ABORTED: {part.reason}", part.number)
-        self.report(part, Report.ACKNOWLEDGED)
+        self.report(part, Report.ACKNOWLEDGED, rebuilt=part.rebuilt)
 
     def report_failure(self, part: Part, error: Exception) -> None:
         text = f"slot {part.slot} ({part.role}, world rank {self.world.rank}): {type(error).__name__}: {error}"

@@ -24,7 +24,9 @@ class Options:
     orphan_timeout_s: float = 60.0
     require_bitwise: bool = False
     accept: str = ""  # limits of a joiner's figures: see acceptance.py
-    switch: str = "auto"  # of NCCL communicators: see communicators/nccl_policy.py
+    switch: str = "auto"  # of communicators: see communicators/nccl_policy.py
+    allow_lazy: bool = False  # old communicators may be closed before the commit, and are rebuilt if the move aborts
+    pins: str = ""  # NAME=VALUE,... that fix the order of NCCL's sums, likewise
     connect: str = "ahead"  # when new ones are connected: ahead (by training, at boundaries), pause, background
     progress_s: float = 2.0  # pause between progress lines where the output isn't a terminal
     save_at: int | None = None  # stop before this iteration and save every slot's state in RUN/checkpoint

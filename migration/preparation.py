@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from migration import leader, wire
 from migration.check_measure import measure_pair, used_bytes
 from migration.communicators.base import OPERATION_TIMEOUT_S
-from migration.groups import connect_store
+from migration.stores import connect_store
+from migration.costs import longest_connect_s
 from migration.move import Report
 from migration.part import Part
 
@@ -41,7 +42,8 @@ def _run(member: Member, part: Part) -> None:
         if not part.verdict:
             ahead = member.options.connect == "ahead" and not part.arm.stops_first
             member.report(part, Report.PREPARED, [old, new], position=member.position,
-                          connect=member.groups.unconnected if ahead else [], figures=_figures(member, part))
+                          connect=member.groups.unconnected if ahead else [], figures=_figures(member, part),
+                          connect_s=longest_connect_s(member.groups), room=member.groups.room(part.plan.slots))
         if part.sender is not None and member.wait_for(lambda: part.verdict) == "SWITCH":
             leader.finish_stream(member, part)
     except Exception as error:  # whatever it is, the controller decides: the move aborts, training goes on
@@ -81,10 +83,12 @@ def _build_pair(member: Member, part: Part, store: Any) -> None:
     listener = wire.Listener(store, name, member.address) if is_joiner else None
     try:
         # the joiner waits in it for the boundary, however far that is; what hangs there the controller aborts
-        part.pair = member.groups.prepare_pair(name, store, int(is_joiner), timeout_s, OPERATION_TIMEOUT_S)
+        pair = member.groups.make_pair(name, int(is_joiner))
+        member.give_pair(part, pair)
+        member.groups.prepare_pair(pair, store, timeout_s, OPERATION_TIMEOUT_S)
         if member.figures is not None:  # before anything else is sent over it
             with member.timeline.span("measure_pair", "PREPARING", **part.tags(member.generation)):
-                part.bytes_per_s = measure_pair(part.pair, member.groups.device)
+                part.bytes_per_s = measure_pair(pair, member.groups.device)
         part.wire = listener.accept(_CONNECT_S) if listener else wire.connect(store, name, _CONNECT_S)
     finally:
         if listener:

@@ -5,6 +5,7 @@ harness.py owns the training loop; this file owns what every process has, whatev
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 import threading
@@ -19,14 +20,17 @@ from migration import checkpoint, device, job, state
 from migration.acceptance import NONE
 from migration.bringup import Started
 from migration.check_measure import measure_figures, measure_slots
-from migration.communicators.makers import build_maker
+from migration.communicators.makers import Maker, build_maker
+from migration.communicators.nccl_policy import parse_pins
 from migration.config import Config
 from migration.controller import Controller
-from migration.groups import Groups, connect_store
+from migration.costs import log_costs, take_costs
+from migration.groups import Groups
 from migration.job import IterationResult, Job
 from migration.member import Member
 from migration.placement import take_gpu
 from migration.plan import Roster
+from migration.stores import connect_store
 from migration.timeline import Clock, Timeline
 from migration.world import Record, World
 
@@ -48,9 +52,10 @@ class Process:
             hosts=list(started.roster.hosts), clock=clock)
         self._tell_data()
         self._take_device()
-        self.groups = Groups(device.current_device(),
-                             build_maker(device.current_device(), self.options.switch,
-                                        connect_in_background=self.options.connect == "background"))
+        maker = build_maker(device.current_device(), self.options.switch, allow_lazy=self.options.allow_lazy,
+                            connect_in_background=self.options.connect == "background")
+        self._tell_communicators(maker)
+        self.groups = Groups(device.current_device(), maker)
         self.member = Member(world=world, groups=self.groups, timeline=self.timeline, options=self.options,
                              address=self._address())
         self.member.slot = started.roster.slot_of(world.rank)
@@ -78,6 +83,7 @@ class Process:
         self._shares_gpu = False
         if device.is_cpu():
             return
+        os.environ.update(parse_pins(self.options.pins))
         placed = take_gpu(self.world.hellos, self.world.rank)
         self.timeline.add_event("device", f"GPU {placed.device}, NCCL host id {placed.host_id or 'its own'}"
                                 + (" (shares the GPU with another process of its host)" if placed.shares_gpu else ""))
@@ -88,6 +94,20 @@ class Process:
         """What a joiner is compared with, should this process leave its slot; later that would disturb training."""
         if self.options.accept != NONE:
             self.member.figures = measure_figures(device.current_device(), is_shared=self._shares_gpu)
+
+    def _tell_communicators(self, maker: Maker) -> None:
+        """How communicators are made goes into the log, and to the user where there is something to know."""
+        told = maker.describe()
+        self.timeline.add_event("communicators", told)
+        if self.world.rank > 0:
+            return
+        if self.options.allow_lazy:
+            told += "; a move that aborts in its pause may have to rebuild the old ones (--allow-lazy)"
+        if not device.is_cpu() or self.options.allow_lazy:
+            sys.stdout.write(f"communicators: {told}\n")
+        if device.is_cpu() and self.options.pins:
+            sys.stdout.write("--nccl-pin has no effect without a GPU: Gloo adds in one order always\n")
+        sys.stdout.flush()
 
     def add_marks(self, marks: dict[str, float]) -> None:
         """Start-up spans from the times at which each part was done."""
@@ -114,6 +134,7 @@ class Process:
             if self.member.figures is not None:
                 self.member.figures = dataclasses.replace(
                     self.member.figures, bytes_per_s=measure_slots(dist.group.WORLD, device.current_device()))
+        log_costs(self.timeline, take_costs(self.groups), move=-1, slot=slot)
         with self.timeline.span("broadcast", "STARTUP", slot=slot):
             made.broadcast_parameters()
         if self.options.load:

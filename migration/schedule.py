@@ -9,6 +9,10 @@ from migration.arms import ARMS, Arm, boundary
 from migration.plan import VacateRequest, parse_vacate
 
 
+MOST_STALL = 0.03  # of an iteration, for connecting ahead of the pause
+MOST_BOUNDARIES = 10
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
     """A move that was asked for. `hold`: the stop (arms.py) at which training waits for it, or None."""
@@ -32,14 +36,23 @@ class Pending:
         return max(self.request.iteration or 0, int(self.arm.cuts))
 
 
-def spread_connects(names: Iterable[str], first: int, position: int) -> list[tuple[str, int]]:
-    """At which boundary each prepared group is connected: one a boundary, the last one just before `position`.
+def connects_per_boundary(num_groups: int, *, connect_s: float, iteration_s: float) -> int:
+    """How many groups are connected at one boundary: what stalls an iteration by 3% at most, but at least one, and so
+    many that `MOST_BOUNDARIES` boundaries do for all. 0.0 s: unknown, so one.
+    """
+    fitting = int(MOST_STALL * iteration_s / connect_s) if connect_s > 0 else 1
+    return max(1, min(fitting, num_groups), -(-num_groups // MOST_BOUNDARIES))
 
-    Where there are fewer boundaries from `first` on than groups, several share the first one; at `position` itself
+
+def spread_connects(names: Iterable[str], first: int, position: int, per_boundary: int = 1) -> list[tuple[str, int]]:
+    """At which boundary each prepared group is connected: `per_boundary` a boundary, the last just before `position`.
+
+    Where there are fewer boundaries from `first` on than that takes, more share the first one; at `position` itself
     they are connected in the pause. Names are torch's running numbers, and their order is one on all members.
     """
     ordered = sorted(set(names), key=lambda name: (len(name), name))
-    return [(name, max(position - len(ordered) + i, min(first, position))) for i, name in enumerate(ordered)]
+    return [(name, max(position - 1 - (len(ordered) - 1 - i) // per_boundary, min(first, position)))
+            for i, name in enumerate(ordered)]
 
 
 class Schedule:

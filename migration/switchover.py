@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from migration import hand_over, proof
 from migration.follow import Follower
+from migration.costs import log_costs, take_costs
 from migration.move import Report
 from migration.part import Part
 from migration.transfer import patience_s
@@ -31,20 +32,22 @@ def switch(member: Member, part: Part, job: Job, arrived_s: float) -> bool:
     try:
         with member.timeline.span("drain", "SWITCHING", **part.tags(member.generation)):
             job.check_drained()
-        digest, new = None, None
+        digest, old, new = None, None, None
         if part.role == "leaver":
             send = hand_over.send_at_cut if part.arm.cuts else hand_over.send_state
             digest, num_bytes = send(member, part, job)
+        if _all_have_handed_over(member, part):
             with member.timeline.span("park", "SWITCHING", **part.tags(member.generation)):
                 old = member.groups.park(part.plan.slots)
-        else:
-            with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
-                old, new = member.groups.activate()
-        member.report(part, Report.VERIFIED, digest, **_probes(old, new))
+            if part.role == "stayer":
+                with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
+                    new = member.groups.activate()
+            member.report(part, Report.VERIFIED, digest, **_probes(old, new))
     except Exception as error:  # the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
     if _wait_verdict(member, part) == "ABORT":
-        member.groups.resume(part.plan.slots)
+        with member.timeline.span("resume", "ABORTED", **part.tags(member.generation)):
+            part.rebuilt = member.groups.resume(part.plan.slots, part.rebuild_store, part.prepare_timeout_s)
         member.leave(part)
         return True
     if part.role == "leaver":
@@ -86,9 +89,10 @@ def take_over(member: Member, part: Part, job: Job, follower: Follower, message:
     corrupt = member.apply_fault("SWITCHING", part) == "corrupt"
     receive = hand_over.receive_at_cut if part.arm.cuts else hand_over.receive_state
     digest = receive(member, part, job, follower, message, corrupt)
-    with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
-        _, new = member.groups.activate()
-    member.report(part, Report.VERIFIED, digest, **_probes(None, new))
+    if _all_have_handed_over(member, part):
+        with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
+            new = member.groups.activate()
+        member.report(part, Report.VERIFIED, digest, **_probes(None, new))
     if _wait_verdict(member, part) == "ABORT":
         return False
     _commit(member, part, arrived_s, 0)
@@ -100,6 +104,20 @@ def _probes(old: str | None, new: str | None) -> dict[str, list[str | None]]:
     return {"probes": [old or None, new or None]} if old or new else {}
 
 
+def _all_have_handed_over(member: Member, part: Part) -> bool:
+    """Where old communicators make room: wait until every member's transfers are complete, or the move is aborted.
+
+    Parking is collective, so all must do it or none. Once the controller has said so to all, every member parks, also
+    one that has heard of an abort since; and until then nobody has touched an old communicator.
+    """
+    if not part.makes_room:
+        return True
+    with member.timeline.span("wait_transfers", "SWITCHING", **part.tags(member.generation)):
+        member.report(part, Report.HANDED_OVER)
+        member.wait_for(lambda: part.may_park or part.verdict == "ABORT")
+    return part.may_park
+
+
 def _wait_verdict(member: Member, part: Part) -> str:
     """COMMIT or ABORT. Waits as long as it takes: only the controller decides."""
     with member.timeline.span("verdict", "SWITCHING", **part.tags(member.generation)):
@@ -108,7 +126,7 @@ def _wait_verdict(member: Member, part: Part) -> str:
 
 def _commit(member: Member, part: Part, arrived_s: float, num_bytes: int) -> None:
     """Go on in the new generation, in the slot or without one."""
-    costs = [member.groups.describe_costs(stage) for stage in ("prepare", "connect")]
+    costs = take_costs(member.groups)
     num_rebuilt, num_kept = member.groups.adopt() if part.role != "leaver" else (0, 0)
     member.world.urgent = False
     member.enter_generation(part)
@@ -117,5 +135,4 @@ def _commit(member: Member, part: Part, arrived_s: float, num_bytes: int) -> Non
                              **part.tags(part.generation))
     member.report(part, Report.ACKNOWLEDGED, arrived_s=arrived_s, resumed_s=resumed_s, bytes=num_bytes,
                   groups=[num_rebuilt, num_kept])
-    for told in filter(None, costs):
-        member.timeline.add_event("communicators", told, part.number)
+    log_costs(member.timeline, costs, move=part.number, slot=part.slot)

@@ -28,7 +28,7 @@ class NcclPair(NcclCommunicator):
         self.switch = "connected"
         return unique_id
 
-    def _adopt(self) -> Any:
+    def _build_inner(self) -> Any:
         return PairGroup(self._bare, self.device, self.abort)
 
     def send_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from migration.groups import Groups, connect_store, start_store
+from migration.groups import Groups
+from migration.stores import connect_store, start_store
 
 WAIT_S = 30.0  # for what takes milliseconds: the limit of a wait, and no measurement
 

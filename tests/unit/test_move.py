@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from one_move import (BACK, JOINERS, LEAVERS, MEMBERS, OUTSIDERS, PLAN, POSITION, advance_to, deliver, probes)
+from one_move import (BACK, JOINERS, LEAVERS, MEMBERS, OUTSIDERS, PLAN, POSITION, advance_to, deliver, probes, say)
 
 from migration.errors import IllegalEvent
 from migration.move import MoveTally, Report
@@ -221,3 +221,50 @@ def test_an_event_that_cannot_come_changes_nothing() -> None:
         move.event(Event.JOB_ENDED)
     assert (move.phase, move.generation, move.reason) == (Phase.SWITCHING, 0, "")
     assert move.waiting == sorted(MEMBERS)
+
+
+# ---- old communicators that make room for new ones
+
+
+def switching(room: str, member: int = 0) -> MoveTally:
+    """A move in SWITCHING, in which `member` alone has said that its old communicators make room."""
+    move = advance_to(Phase.PREPARING)
+    for other in MEMBERS:
+        say(move, Report.PREPARED, other, room=room if other == member else "")
+    move.propose(POSITION)
+    assert deliver(move, Report.ACCEPTED) == (Action.SEND_SWITCH,)
+    return move
+
+
+@pytest.mark.parametrize("member", [0, 2, 4])
+def test_all_hand_over_before_anybody_parks(member: int) -> None:
+    move = switching("parked", member)
+    assert move.rooms == {"parked"}
+    assert say(move, Report.VERIFIED, 0) == () and 0 in move.waiting, "it can't have parked yet"
+    assert deliver(move, Report.HANDED_OVER) == (Action.SEND_PARK,)
+    assert move.phase is Phase.SWITCHING and move.waiting == sorted(MEMBERS)
+    assert say(move, Report.HANDED_OVER, 0) == () and 0 in move.waiting, "once is enough"
+    assert deliver(move, Report.VERIFIED) == (Action.SEND_COMMIT,)
+
+
+def test_nobody_is_told_to_park_when_one_fails_before() -> None:
+    move = switching("lazy")
+    for member in MEMBERS[1:]:
+        assert say(move, Report.HANDED_OVER, member) == ()
+    assert move.report(Report.FAILED, 0, 0, "lost its joiner") == (Action.SEND_ABORT,)
+    assert say(move, Report.HANDED_OVER, 0) == ()
+
+
+def test_where_nobody_makes_room_nobody_waits() -> None:
+    move = advance_to(Phase.SWITCHING)
+    assert move.rooms == set()
+    assert say(move, Report.HANDED_OVER, 0) == () and 0 in move.waiting
+    assert deliver(move, Report.VERIFIED) == (Action.SEND_COMMIT,)
+
+
+def test_the_next_move_makes_room_only_if_it_must() -> None:
+    move = switching("lazy")
+    move.event(Event.CANCELLED)
+    deliver(move, Report.ACKNOWLEDGED)
+    move.request(PLAN)
+    assert move.rooms == set()

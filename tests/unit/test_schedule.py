@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from migration.arms import cut
-from migration.schedule import Schedule, spread_connects
+from migration.schedule import MOST_BOUNDARIES, Schedule, connects_per_boundary, spread_connects
 
 ARMS = ("two_stage",)
 
@@ -72,3 +72,31 @@ def test_a_schedule_goes_on_elsewhere() -> None:
 ])
 def test_connects_are_spread(names: list[str], first: int, position: int, expected: list[tuple[str, int]]) -> None:
     assert spread_connects(names, first, position) == expected
+
+
+@pytest.mark.parametrize(("num_groups", "connect_s", "iteration_s", "expected"), [
+    (7, 0.15, 0.3, 1),     # short iterations: one a boundary stalls more than is meant, and it can't be less
+    (7, 0.15, 10.0, 2),    # 3% of 10 s
+    (7, 0.15, 1000.0, 7),  # never more than there are
+    (60, 0.15, 1.0, 6),    # ten boundaries must do
+    (60, 0.15, 60.0, 12),
+    (60, 0.0, 10.0, 6),    # unknown cost
+    (60, 0.15, 0.0, 6),    # no iteration yet
+    (0, 0.15, 10.0, 1),
+])
+def test_how_many_are_connected_at_a_boundary(num_groups: int, connect_s: float, iteration_s: float,
+                                              expected: int) -> None:
+    assert connects_per_boundary(num_groups, connect_s=connect_s, iteration_s=iteration_s) == expected
+
+
+@pytest.mark.parametrize("num_groups", [1, 7, 20, 60])
+@pytest.mark.parametrize("connect_s", [0.0, 0.01, 0.15, 5.0])
+def test_several_groups_a_boundary(num_groups: int, connect_s: float) -> None:
+    names = [str(i) for i in range(num_groups)]
+    per_boundary = connects_per_boundary(num_groups, connect_s=connect_s, iteration_s=10.0)
+    spread = spread_connects(names, 0, 100, per_boundary)
+    assert [name for name, _ in spread] == names
+    boundaries = [at for _, at in spread]
+    assert boundaries == sorted(boundaries) and boundaries[-1] == 99 and len(set(boundaries)) <= MOST_BOUNDARIES
+    assert max(boundaries.count(at) for at in boundaries) <= per_boundary
+    assert boundaries[0] == 100 - -(-num_groups // per_boundary), "the controller's position leaves room for these"
