@@ -52,13 +52,6 @@ class Groups(Handles):
         self.discard()
         gc.collect()  # Megatron's objects refer to each other in cycles
 
-    def isolate(self) -> None:
-        """From now on this process's groups answer by themselves, without peers, as while they are being opened."""
-        for handle in self.handles.values():
-            communicator = SandboxCommunicator(handle.name, handle.slots, handle.rank())
-            communicator.prepare()
-            handle.inner = communicator.inner
-
     @property
     def num_communicators(self) -> int:
         """Communicators held: live, being prepared, and not yet closed."""

@@ -42,3 +42,10 @@ class Handles:
     def description(self, name: str) -> str:
         """What Megatron calls the group that torch calls `name`."""
         return self.handles[name].description if name in self.handles else ""
+
+    def isolate(self) -> None:
+        """From now on this process's groups answer by themselves, without peers, as while they are being opened."""
+        for handle in self.handles.values():
+            communicator = SandboxCommunicator(handle.name, handle.slots, handle.rank())
+            communicator.prepare()
+            handle.inner = communicator.inner

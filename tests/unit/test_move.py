@@ -231,7 +231,7 @@ def switching(room: str, member: int = 0) -> MoveTally:
     move = advance_to(Phase.PREPARING)
     for other in MEMBERS:
         say(move, Report.PREPARED, other, room=room if other == member else "")
-    move.propose(POSITION)
+    move.propose(POSITION, 2 * POSITION)
     assert deliver(move, Report.ACCEPTED) == (Action.SEND_SWITCH,)
     return move
 
