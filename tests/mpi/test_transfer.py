@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-import torch
-from four_ranks import WAIT_S, Background, new_store, world
+from four_ranks import WAIT_S, Background, Issued, device, end_for_peer, new_store, world
 from tiny_jobs import open_job, shared_groups, tiny_config
 
 from migration import state, transfer
@@ -20,6 +19,9 @@ from migration.errors import StateMismatch
 from migration.job import IterationResult, Job
 
 SMALL_CHUNK_BYTES = 1000  # so that a tensor goes over in several, the last one shorter
+NUM_SENDS = 3  # of a transfer: the header's length, the header, the tensors
+# A send that nobody receives is done as soon as NCCL's buffers hold it, so the state must be larger than these
+BEYOND_BUFFERS = {"cpu": {}, "cuda": {"num_layers": 4, "hidden_size": 1024}}
 CONFIGS = {f"{dtype} {'distributed' if distributed else 'plain'}{' overlap' if overlap else ''}": {
     "dp": 2, "dtype": dtype, "distributed_optimizer": distributed, "overlap_grad_reduce": overlap,
     "overlap_param_gather": overlap and distributed}
@@ -105,12 +107,14 @@ MISFITS = {
 def test_what_does_not_fit_is_refused(leaver: dict[str, object], joiner: dict[str, object], message: str) -> None:
     """The joiner says so; the leaver, which may still be sending, is released by an abort from another thread."""
     with connected_pair() as pair, open_own_job(tiny_config(**(leaver if is_leaver() else joiner))) as job:
+        issued = Issued(pair)
         handing_over = Background(lambda: hand_over(job, pair))
         if not is_leaver():
             with pytest.raises(StateMismatch, match=message):
                 handing_over.outcome()
         world().barrier()
         if is_leaver():
+            issued.wait_for(NUM_SENDS, handing_over)
             if handing_over.is_alive():
                 pair.abort()
             handing_over.join(WAIT_S)
@@ -122,11 +126,14 @@ def test_what_does_not_fit_is_refused(leaver: dict[str, object], joiner: dict[st
 
 def test_a_joiner_that_never_receives() -> None:
     """An abort ends the leaver's wait; its tensors are as they were."""
-    with connected_pair() as pair, open_own_job(tiny_config()) as job:
+    config = tiny_config(**BEYOND_BUFFERS[device().type])
+    with connected_pair() as pair, open_own_job(config) as job:
         job.run_shadow_iteration()
         before = state.digests(state.capture(job))
         if is_leaver():
+            issued = Issued(pair)
             sending = Background(lambda: transfer.send_state(pair, state.capture(job), job.device))
+            issued.wait_for(NUM_SENDS, sending)
             sending.join(0.05)
             assert sending.is_alive()
             pair.abort()
@@ -142,8 +149,12 @@ def test_a_leaver_that_is_gone() -> None:
         if is_leaver():
             pair.abort()
         else:
+            issued = Issued(pair)
+            receiving = Background(lambda: transfer.receive_header(pair, job.device))
+            issued.wait_for(1, receiving)
+            end_for_peer(pair)
             with pytest.raises(RuntimeError):
-                Background(lambda: transfer.receive_header(pair, job.device)).outcome()
+                receiving.outcome()
         world().barrier()
 
 
@@ -156,11 +167,14 @@ def test_a_leaver_that_goes_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
             transfer.send_state(pair, own, job.device)
         else:
             header, _ = transfer.receive_header(pair, job.device)
+            issued = Issued(pair)
             receiving = Background(lambda: transfer.receive_tensors(pair, header, own))
         world().barrier()
         if is_leaver():
             pair.abort()
         else:
+            issued.wait_for(1, receiving)
+            end_for_peer(pair)
             with pytest.raises(RuntimeError):
                 receiving.outcome()
         world().barrier()
@@ -171,9 +185,9 @@ def test_the_header_alone() -> None:
     empty = state.State(tensors={}, values={"history": {"num_losses": 3}} if is_leaver() else {})
     with connected_pair() as pair:
         if is_leaver():
-            num_bytes = transfer.send_state(pair, empty, torch.device("cpu"))
+            num_bytes = transfer.send_state(pair, empty, device())
         else:
-            header, num_bytes = transfer.receive_header(pair, torch.device("cpu"))
+            header, num_bytes = transfer.receive_header(pair, device())
             assert transfer.receive_tensors(pair, header, empty) == 0
             assert header["values"] == {"history": {"num_losses": 3}}
         assert exchange(num_bytes) == num_bytes
