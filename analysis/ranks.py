@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from migration.preload import has_gpu
 from third_party.nccl import overlay
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,6 +122,8 @@ def _meet(rank: int, port_file: Path) -> Any:
 def _take_device(kind: str, rank: int) -> dict[str, Any]:
     """The fields of Rank that differ: NCCL's overlay must be loaded before torch is."""
     if kind == "cpu":
+        if has_gpu():
+            overlay.load()  # else preload would, too late
         import torch
         torch.set_num_threads(1)
         return {"device": torch.device("cpu"), "library": None, "overlay": None}

@@ -1,4 +1,4 @@
-"""What all tests share: one fork server for the whole session.
+"""What all tests share: one fork server for the whole session, and the option that writes results into a file.
 
 A run of 8 processes pays for its imports once per session instead of eight times per run (1 s instead of 15 s on 2
 cores). Must not import torch or MPI: the process that launches runs stays light.
@@ -9,11 +9,20 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import recorder
 
 from migration.forkserver import ForkServer
 
 # torch's stores ask the name server about 127.0.0.1; one that loses a query costs 5 s, and a test its deadline
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    recorder.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    recorder.register(config)
 
 
 @pytest.fixture(scope="session")
