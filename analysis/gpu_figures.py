@@ -1,4 +1,4 @@
-"""Figures of what ranks measured by themselves (gpu_bodies.py, prepare_beside.py), and their targets. Pure: NumPy only."""
+"""Figures of what ranks measured by themselves (gpu_bodies.py, prepare_beside.py), and their targets. NumPy only."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def host_cost_figures(costs: Sequence[dict[str, Any]], *, bound: bool) -> list[F
     return figures
 
 
-def state_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
+def state_figures(rows: Sequence[dict[str, Any]], *, bound: bool) -> list[Figure]:
     """Of what the leaver and the joiner returned; the joiner knows when everything is there."""
     joiner = rows[1]
     state, bare = (joiner["bytes"] / joiner[f"{which}_s"] / 1e9 for which in ("state", "bare"))
@@ -38,7 +38,8 @@ def state_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
             Figure(name="tensors", value=joiner["num_tensors"]),
             Figure(name="state, with header", value=state, unit="GB/s"),
             Figure(name="bare send and receive of as many bytes", value=bare, unit="GB/s"),
-            Figure(name="state over bare", value=state / bare, unit="x", at_least=STATE_AT_LEAST)]
+            Figure(name="state over bare", value=state / bare, unit="x",
+                   at_least=STATE_AT_LEAST if bound else None)]
 
 
 def beside_figures(rows: Sequence[dict[str, Any]], *, bound: bool, parked: bool) -> tuple[list[Figure], str]:

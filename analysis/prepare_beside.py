@@ -44,7 +44,7 @@ def build_job(config: Config, slot: int, groups: Groups) -> Job:
 
 
 def beside(own: Rank) -> dict[str, Any]:
-    """Arguments: settings, rounds, beside (iterations from the start of a preparation), alone (those after it), switch.
+    """Arguments: settings, rounds, switch, beside (iterations from a preparation's start), alone (those after).
 
     Returns iterations as [kind (gpu_figures.KINDS), seconds], rounds as {name: [...]}, resources after each round, and what differs from
     the job left alone, empty if nothing does.
@@ -110,7 +110,7 @@ class _Course:
         waited_s = time.perf_counter()
         preparer.join(HANG_S)
         if preparer.is_alive():
-            raise TimeoutError(f"round {number}: a preparation hung: not done {HANG_S:g} s after training had waited for it")
+            raise TimeoutError(f"round {number}: a preparation hung: training waited {HANG_S:g} s for it")
         if preparer.error is not None:
             raise RuntimeError(f"round {number}: {preparer.error}") from preparer.error
         self.rounds.append({"prepare_s": preparer.prepared_s - preparer.started_s,

@@ -98,7 +98,8 @@ def _wait(function: str, processes: list[subprocess.Popen[bytes]], folder: Path,
                 process.send_signal(signal.SIGABRT)  # it writes where it hangs
         time.sleep(_LAST_WORDS_S if None in codes else 0.0)
         text = (folder / f"{failed[0]}.log").read_text(errors="replace")
-        raise AssertionError(f"{function}: rank {failed[0]} failed or hung (exit codes {codes}):\n{text[-_LAST_WORDS:]}")
+        raise AssertionError(f"{function}: rank {failed[0]} failed or hung (exit codes {codes}):\n"
+                             f"{text[-_LAST_WORDS:]}")
 
 
 def _meet(rank: int, port_file: Path) -> Any:

@@ -14,13 +14,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """`value` None: this run doesn't give it. `at_most` and `at_least` are targets; a figure has one of them or none."""
+    """`value` None: this run doesn't give it. `at_most` and `at_least` are targets; a figure has one of them or none.
+
+    `column`: where the same figure was taken in several ways, the way.
+    """
 
     name: str
     value: float | str | None
     unit: str = ""
     at_most: float | None = None
     at_least: float | None = None
+    column: str = ""
 
     @property
     def met(self) -> bool | None:
@@ -74,10 +78,21 @@ def build_markdown(sections: Sequence[Section]) -> str:
         blocks += [f"### {section.title}", section.machine]
         blocks += ["\n".join(f"    {command}" for command in section.commands)] if section.commands else []
         blocks += [f"**Failed**: {section.problem}"] if section.problem else []
-        rows = [(f.name, f"{format_value(f.value)} {f.unit}".strip(), format_target(f)) for f in section.figures]
-        blocks += [markdown_table(("", "figure", "target"), rows)] if rows else []
+        blocks += [_figure_table(section.figures)] if section.figures else []
         blocks += list(section.notes)
     return "\n\n".join(blocks) + "\n"
+
+
+def _figure_table(figures: Sequence[Figure]) -> str:
+    """A row for each name, with a column for each way it was taken; the targets in the last one."""
+    columns = list(dict.fromkeys(figure.column for figure in figures))
+    rows = []
+    for name in dict.fromkeys(figure.name for figure in figures):
+        same = {figure.column: figure for figure in figures if figure.name == name}
+        cells = [f"{format_value(same[column].value)} {same[column].unit}".strip() if column in same else ""
+                 for column in columns]
+        rows.append((name, *cells, ", ".join(filter(None, map(format_target, same.values())))))
+    return markdown_table(("", *(column or "figure" for column in columns), "target"), rows)
 
 
 def write_sections(folder: Path, stem: str, sections: Sequence[Section]) -> None:

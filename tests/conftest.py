@@ -9,20 +9,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import recorder
+from recorder import pytest_addoption, pytest_configure  # noqa: F401 - the hooks of a plugin
 
 from migration.forkserver import ForkServer
 
 # torch's stores ask the name server about 127.0.0.1; one that loses a query costs 5 s, and a test its deadline
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    recorder.add_option(parser)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    recorder.register(config)
 
 
 @pytest.fixture(scope="session")

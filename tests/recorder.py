@@ -1,6 +1,7 @@
 """Writes what came out of each test into a file, a JSON line a test, as soon as it is known: `--results FILE`.
 
-A test adds figures with pytest's `record_property("figures", {...})`. Under MPI rank 0 alone writes.
+A test adds figures with pytest's `record_property("figures", {...})`. Under MPI rank 0 alone writes. A pytest plugin,
+which tests/conftest.py passes on.
 """
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ import pytest
 from harness import own_rank
 
 
-def add_option(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", default="", metavar="FILE", help="add a JSON line to FILE for each test")
 
 
-def register(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--results")
     if path and own_rank() == 0:
-        config.pluginmanager.register(Recorder(Path(path)), "recorder")
+        config.pluginmanager.register(Recorder(Path(path)), "results-file")
 
 
 class Recorder:

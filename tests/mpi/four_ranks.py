@@ -95,7 +95,7 @@ class Background(threading.Thread):
 class Issued:
     """Counts what is issued on a pair from now on, so that an abort can come after it.
 
-    NCCL frees what a thread that is just issuing uses; Gloo has nothing to be careful about, and there it doesn't count.
+    NCCL frees what a thread that is just issuing uses; Gloo has nothing to be careful about: there it doesn't count.
     """
 
     def __init__(self, pair: Communicator) -> None:
