@@ -12,7 +12,7 @@ STAMP := $(VENV)/.made
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-unit test-mpi test-runs test-gpu bench test-fast slurm-up slurm-down clean
+.PHONY: help setup demo test test-unit test-mpi test-runs test-gpu bench bench-gpu test-fast slurm-up slurm-down clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -20,8 +20,9 @@ help:
 	@echo 'make demo       the main job on this machine: a host moves while it trains (under 4 minutes on 2 cores)'
 	@echo 'make test       all tests'
 	@echo 'make test-fast  unit tests and a quick selection of the others (under 3 minutes)'
-	@echo 'make test-gpu   tests on GPUs'
+	@echo 'make test-gpu   tests on GPUs; results in analysis/results (OUT=folder)'
 	@echo 'make bench      figures of moves on this machine'
+	@echo 'make bench-gpu  figures of moves on GPUs; results in analysis/results (OUT=folder, PARTS=a,b)'
 	@echo 'make slurm-up   a Slurm of four virtual nodes on this machine (root, Debian packages); make slurm-down ends it'
 	@echo 'make setup      the environment in .venv; the others do it first, and it is done only once'
 	@echo 'make clean      removes .venv and what tests and builds leave; runs/ stays'
@@ -52,14 +53,19 @@ test-mpi: setup
 test-runs: setup
 	$(RUN) -m pytest -q tests/runs
 
-# On a machine with GPUs; prints the figures too.
+# On a machine with GPUs: the tests in 4 ranks on NCCL, and those of tests/gpu. OUT: where the results go instead of
+# analysis/results; ONLY=mpi or ONLY=gpu: one part; LM_NCCL: another libnccl.so.2 than torch's.
 test-gpu: setup
-	$(RUN) -m pytest -q -s tests/gpu
+	$(RUN) tests/gpu/run_all.py $(if $(OUT),--out $(OUT)) $(if $(ONLY),--only $(ONLY))
 
 # Medians of 20 moves and of a plain save and restart, and the cost of the process-group wrapper.
 bench: setup
 	$(RUN) -m analysis.bench_moves
 	$(RUN) -m analysis.wrapper_cost
+
+# What moves cost on GPUs; PARTS=moves,host,state,beside,m24 chooses, OUT as above.
+bench-gpu: setup
+	$(RUN) -m analysis.bench_gpu $(if $(OUT),--out $(OUT)) $(if $(PARTS),--parts $(PARTS))
 
 test-fast: setup
 	$(RUN) -m pytest -q tests/unit

@@ -1,6 +1,7 @@
 """`python -m analysis.wrapper_cost`: what a process group handle costs per collective, against the bare stock group.
 
-Both are the same Gloo communicator in the same process: the handle forwards to the very group that is called bare.
+Both are the same Gloo communicator in the same process: the handle forwards to the very group that is called bare (on
+GPUs, analysis/bench_gpu.py, bare is a group that torch made by itself).
 Batches of calls alternate, handle and bare, in an order that changes, so that whatever else the machine does meets both
 alike; the cost is the median over the batches of (handle minus bare). A group of one has nothing to wait for but Gloo's
 own thread, so it shows the host's cost; a group of two processes shows what that is beside real communication.
@@ -42,9 +43,9 @@ class Cost:
     spread_us: float  # of those differences, between the quartiles: how far the machine's noise reaches
 
 
-def build_calls(group_size: int) -> dict[str, Call]:
-    """The collectives that Megatron uses most, as it calls them; each waits for its end."""
-    part, whole = torch.ones(NUM_ELEMENTS), torch.ones(NUM_ELEMENTS * group_size)
+def build_calls(group_size: int, device: torch.device) -> dict[str, Call]:
+    """The collectives that Megatron uses most, as it calls them; on the CPU, each waits for its end."""
+    part, whole = torch.ones(NUM_ELEMENTS, device=device), torch.ones(NUM_ELEMENTS * group_size, device=device)
     return {
         "all_reduce": lambda group: dist.all_reduce(part, dist.ReduceOp.MAX, group=group),
         "broadcast": lambda group: dist.broadcast(part, group_src=0, group=group),
@@ -54,17 +55,22 @@ def build_calls(group_size: int) -> dict[str, Call]:
     }
 
 
-def measure(handle: MigratableGroup, num_repeats: int, num_calls: int) -> list[Cost]:
-    """Collective over the group: every member makes the same calls in the same order."""
+def measure(handle: MigratableGroup, num_repeats: int, num_calls: int, *, bare: dist.ProcessGroup | None = None,
+            device: torch.device = torch.device("cpu")) -> list[Cost]:
+    """`bare`: what the handle is compared with, where that isn't what is inside it.
+
+    Collective over the group: every member makes the same calls in the same order. On a GPU it is the host's time that
+    is measured: the device works the calls off after each batch.
+    """
     costs = []
-    for name, call in build_calls(handle.size()).items():
-        groups = {"bare": handle.inner, "handle": handle}
+    for name, call in build_calls(handle.size(), device).items():
+        groups = {"bare": handle.inner if bare is None else bare, "handle": handle}
         for group in groups.values():
-            _time_batch(call, group, num_calls)  # the first calls are slower
+            _time_batch(call, group, num_calls, device)  # the first calls are slower
         times_us: dict[str, list[float]] = {"bare": [], "handle": []}
         for i in range(num_repeats):
             for which in sorted(groups, reverse=bool(i % 2)):
-                times_us[which].append(_time_batch(call, groups[which], num_calls))
+                times_us[which].append(_time_batch(call, groups[which], num_calls, device))
         added_us = [h - b for h, b in zip(times_us["handle"], times_us["bare"])]
         low_us, median_us, high_us = statistics.quantiles(added_us, n=4, method="inclusive")
         costs.append(Cost(collective=name, group_size=handle.size(), bare_us=statistics.median(times_us["bare"]),
@@ -73,12 +79,15 @@ def measure(handle: MigratableGroup, num_repeats: int, num_calls: int) -> list[C
     return costs
 
 
-def _time_batch(call: Call, group: dist.ProcessGroup, num_calls: int) -> float:
+def _time_batch(call: Call, group: dist.ProcessGroup, num_calls: int, device: torch.device) -> float:
     """Microseconds of one call, on average over the batch."""
     start_s = time.perf_counter()
     for _ in range(num_calls):
         call(group)
-    return (time.perf_counter() - start_s) / num_calls * _US
+    time_s = time.perf_counter() - start_s
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time_s / num_calls * _US
 
 
 def connect(store: dist.Store, group_rank: int, group_size: int) -> MigratableGroup:

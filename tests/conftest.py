@@ -1,4 +1,4 @@
-"""What all tests share: one fork server for the whole session.
+"""What all tests share: one fork server for the whole session, and the option that writes results into a file.
 
 A run of 8 processes pays for its imports once per session instead of eight times per run (1 s instead of 15 s on 2
 cores). Must not import torch or MPI: the process that launches runs stays light.
@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from recorder import pytest_addoption, pytest_configure  # noqa: F401 - the hooks of a plugin
 
 from migration.forkserver import ForkServer
 

@@ -42,11 +42,13 @@ def tiny_config(**changes: object) -> Config:
 
 @functools.cache
 def shared_groups() -> Groups:
-    """This process's one Groups object; Megatron is loaded with it."""
+    """This process's one Groups object, with the communicators of its device; Megatron is loaded with it."""
     preload()
     gc.freeze()  # closing a slot collects garbage, and Megatron's modules would take most of a test's time then
     from migration import device
-    return Groups(device.current_device())
+    from migration.communicators.makers import build_maker
+    own = device.current_device()
+    return Groups(own, build_maker(own, "auto", connect_in_background=False))
 
 
 @contextmanager

@@ -32,10 +32,10 @@ class NcclPair(NcclCommunicator):
         return PairGroup(self._bare, self.device, self.abort)
 
     def send_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
-        self.inner.send(tensors, peer, timeout_s).wait()
+        self.inner.send(tensors, peer, timeout_s=timeout_s).wait()
 
     def recv_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
-        self.inner.recv(tensors, peer, timeout_s).wait()
+        self.inner.recv(tensors, peer, timeout_s=timeout_s).wait()
 
 
 class PairWork:
@@ -56,10 +56,12 @@ class PairGroup:
     def __init__(self, bare: Bare, device: torch.device, abort: Callable[[], None]) -> None:
         self._bare, self._device, self._abort = bare, device, abort
 
-    def send(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float) -> PairWork:
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, _tag: int = 0,
+             timeout_s: float = OPERATION_TIMEOUT_S) -> PairWork:
         return self._issue(self._bare.send, tensors, peer, "send", timeout_s)
 
-    def recv(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float) -> PairWork:
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, _tag: int = 0,
+             timeout_s: float = OPERATION_TIMEOUT_S) -> PairWork:
         return self._issue(self._bare.recv, tensors, peer, "recv", timeout_s)
 
     def _issue(self, call: Callable[..., None], tensors: Sequence[torch.Tensor], peer: int, what: str,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,11 +48,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_connected_ahead_is_equal_and_pauses_less_than_connecting_in_the_pause(undisturbed: Path,
-                                                                               tmp_path: Path) -> None:
+def test_connected_ahead_is_equal_and_pauses_less_than_connecting_in_the_pause(
+        undisturbed: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     ahead = pauses_s(train(tmp_path / "ahead", *MOVES))
     assert compare([str(undisturbed), str(tmp_path / "ahead")]) == 0
     pause = pauses_s(train(tmp_path / "pause", *MOVES, "--connect", "pause"))
     assert compare([str(undisturbed), str(tmp_path / "pause")]) == 0
     print(f"downtime: connected ahead {ahead} s, in the pause {pause} s")
+    record_property("figures", {"ahead_max_s": max(ahead), "pause_min_s": min(pause)})
     assert max(ahead) < 0.05 * min(pause), "the target: 5% of connecting in the pause"

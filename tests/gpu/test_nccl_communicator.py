@@ -1,18 +1,22 @@
 """The NCCL communicator on real GPUs, one or several: ranks that share a GPU are hosts of their own to NCCL.
 
-`python -m pytest -s tests/gpu/test_nccl_communicator.py`; LM_NCCL names another libnccl.so.2 than torch's. The figures
-are printed, never judged, unless they mean the same on every machine.
+`make test-gpu`, or `python -m pytest -s tests/gpu/test_nccl_communicator.py`; LM_NCCL names another libnccl.so.2 than
+torch's. The figures are printed and recorded, never judged, unless they mean the same on every machine.
 """
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 
 from nccl_bindings.library import load
+
+Run = Callable[..., list[dict[str, Any]]]
 
 WORLD = 2
 NUM_GPUS = torch.cuda.device_count()
@@ -26,21 +30,35 @@ def can_park() -> bool:
     return load(os.environ.get("LM_NCCL")).has("park")
 
 
-def run(body: str, hosts: str, world: int = WORLD) -> list[dict]:
-    results = run_ranks(body, world=world, hosts=hosts)
-    print(f"\n{body}, {world} ranks, hosts {hosts}: {json.dumps(results[0])}")
-    return results
+@pytest.fixture
+def run(record_property: Callable[[str, object], None]) -> Run:
+    """run(body, hosts) -> what each rank returned; that of the first is recorded."""
+    def run_body(body: str, hosts: str, world: int = WORLD) -> list[dict[str, Any]]:
+        results = run_ranks(body, world=world, hosts=hosts)
+        print(f"\n{body}, {world} ranks, hosts {hosts}: {json.dumps(results[0])}")
+        record_property("figures", flatten(results[0]))
+        return results
+
+    return run_body
+
+
+def flatten(figures: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"costs": {"prepare": {"seconds": 1}}} -> {"costs/prepare/seconds": 1}."""
+    found: dict[str, Any] = {}
+    for name, value in figures.items():
+        found |= flatten(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
+    return found
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("body", ["adoption", "background", "lazy_and_rebuild", "abort_half_built", "abort_prepared",
                                   "discard_rounds", "pair"])
-def test_body(body: str, hosts: str) -> None:
+def test_body(run: Run, body: str, hosts: str) -> None:
     run(body, hosts)
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
-def test_park_and_resume(hosts: str) -> None:
+def test_park_and_resume(run: Run, hosts: str) -> None:
     if not can_park():
         pytest.skip("parking comes with NCCL 2.30.3; name one with LM_NCCL")
     sharing = -(-WORLD // NUM_GPUS)
@@ -50,7 +68,7 @@ def test_park_and_resume(hosts: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
-def test_parked_memory(hosts: str) -> None:
+def test_parked_memory(run: Run, hosts: str) -> None:
     """Figures of each step, in steps of 2 MiB; the aim of 4 MiB a group is judged by the mean of those in a row."""
     if not can_park():
         pytest.skip("parking comes with NCCL 2.30.3; name one with LM_NCCL")
@@ -60,5 +78,5 @@ def test_parked_memory(hosts: str) -> None:
         assert sum(prepared_mib) / len(prepared_mib) <= 4 * sharing, prepared_mib
 
 
-def test_four_ranks() -> None:
+def test_four_ranks(run: Run) -> None:
     run("adoption", "each", world=4)

@@ -13,6 +13,8 @@ from typing import NoReturn
 
 import pytest
 
+from migration.placement import take_gpu
+from migration.preload import has_gpu, preload
 from migration.world import leave_hydra
 
 
@@ -22,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # the tests are skipped, and a plain pytest process must not become an MPI process
     from mpi4py import MPI
 
+    _take_device(MPI.COMM_WORLD)
     config.pluginmanager.register(_AbortOnFailure(MPI.COMM_WORLD), "abort-on-failure")
     if MPI.COMM_WORLD.rank > 0:
         config.pluginmanager.unregister(name="terminalreporter")
@@ -34,6 +37,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.mpi)
+
+
+def _take_device(world: object) -> None:
+    """On a machine with GPUs, which the ranks share: what must stand before torch, which the test modules import.
+
+    Where two ranks share a GPU, each is a host of its own to NCCL. Without a GPU the tests run on Gloo.
+    """
+    if not has_gpu():
+        return
+    for name, value in {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}.items():
+        os.environ.setdefault(name, value)
+    preload()
+    from migration import device
+    if not device.is_cpu():
+        take_gpu([{"machine": "this one", "host": "h"}] * world.size, world.rank)
 
 
 def _make_silent_reporter(config: pytest.Config) -> pytest.TerminalReporter:

@@ -12,18 +12,29 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from tiny_jobs import shared_groups
 
+from migration.communicators.base import Communicator
 from migration.groups import Groups
 from migration.stores import connect_store, start_store
 
 WAIT_S = 30.0  # for what takes milliseconds: the limit of a wait, and no measurement
+# What the count of a resource may differ by although nothing was left behind. On a GPU the other ranks' memory counts
+# too, and CUDA and NCCL make threads and descriptors of their own when they like.
+SLACK = {"cpu": {}, "cuda": {"threads": 1, "fds": 2, "device_mib": 64}}
 
 
 def world() -> Any:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+def device() -> torch.device:
+    """Where this rank's tensors are, and so the communicators under test: Gloo on the CPU, NCCL on a GPU."""
+    return shared_groups().device
 
 
 def new_store() -> tuple[dist.TCPStore | None, dist.TCPStore]:
@@ -66,6 +77,8 @@ class Background(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        if device().type == "cuda":
+            torch.cuda.set_device(device())  # which each thread has its own
         try:
             self.result = self._function()
         except Exception as error:  # the test looks at it
@@ -80,8 +93,53 @@ class Background(threading.Thread):
         return self.result
 
 
+class Issued:
+    """Counts what is issued on a pair from now on, so that an abort can come after it.
+
+    NCCL frees what a thread that is just issuing uses; Gloo has nothing to be careful about: there it doesn't count.
+    """
+
+    def __init__(self, pair: Communicator) -> None:
+        self.num = 0
+        if device().type == "cuda":
+            for name in ("send", "recv"):
+                setattr(pair.inner, name, self._counting(getattr(pair.inner, name)))
+
+    def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            work = call(*args)
+            self.num += 1
+            return work
+
+        return counted
+
+    def wait_for(self, num: int, doing: Background) -> None:
+        """Until `num` operations have been issued, or the thread that does it has ended."""
+        if device().type == "cuda":
+            wait_until(lambda: self.num >= num or not doing.is_alive(), f"operation {num} of a pair to be issued")
+
+
+def end_for_peer(pair: Communicator) -> None:
+    """What the control plane does at the other end of a pair whose one end was aborted.
+
+    With Gloo the aborting end closes the connections, and the peer notices; NCCL tells nobody.
+    """
+    if device().type == "cuda":
+        pair.abort()
+
+
 def count_resources(groups: Groups) -> dict[str, int]:
     """What must stay flat over many moves."""
     gc.collect()
-    return {"communicators": groups.num_communicators, "threads": len(os.listdir("/proc/self/task")),
-            "fds": len(os.listdir("/proc/self/fd"))}
+    found = {"communicators": groups.num_communicators, "threads": len(os.listdir("/proc/self/task")),
+             "fds": len(os.listdir("/proc/self/fd"))}
+    if device().type == "cuda":
+        free, total = torch.cuda.mem_get_info(device())
+        found["device_mib"] = (total - free) >> 20
+    return found
+
+
+def is_flat(now: dict[str, int], before: dict[str, int]) -> bool:
+    """Whether no count has grown."""
+    slack = SLACK[device().type]
+    return all(now[name] <= before[name] + slack.get(name, 0) for name in before)

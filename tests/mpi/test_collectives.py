@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from four_ranks import WAIT_S, build_generation, world
+from four_ranks import WAIT_S, build_generation, device, world
 from tiny_jobs import shared_groups
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +29,7 @@ def handles(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     build_generation(groups, 0, range(4))
     found = {"world": dist.group.WORLD, "pair": pairs[world().rank % 2]}
-    found |= {"mesh": DeviceMesh.from_group(found["world"], "cpu"), "model": make_model(found["pair"])}
+    found |= {"mesh": DeviceMesh.from_group(found["world"], device().type), "model": make_model(found["pair"])}
     if request.param == "after a swap":
         before = [h.inner for h in groups.handles.values()]
         build_generation(groups, 1, range(4))
@@ -42,12 +42,22 @@ def handles(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 
 def make_model(group: Any) -> Any:
     torch.manual_seed(dist.get_rank())  # DDP makes the weights equal
-    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
+    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False, device=device()),
+                                                     process_group=group)
+
+
+def zeros(length: int) -> torch.Tensor:
+    return torch.zeros(length, device=device())
+
+
+def counted(length: int) -> torch.Tensor:
+    """0, 1, 2, ..."""
+    return torch.arange(length, device=device())
 
 
 def own(rank: int) -> torch.Tensor:
     """What group rank `rank` contributes."""
-    return torch.tensor([rank + 1.0, 10.0 * (rank + 1)])
+    return torch.tensor([rank + 1.0, 10.0 * (rank + 1)], device=device())
 
 
 def total(size: int) -> torch.Tensor:
@@ -99,51 +109,51 @@ def reduce(group: Any, rank: int, size: int) -> None:
 
 
 def all_gather(group: Any, rank: int, size: int) -> None:
-    parts = [torch.zeros(2) for _ in range(size)]
+    parts = [zeros(2) for _ in range(size)]
     dist.all_gather(parts, own(rank), group=group)
     check(torch.cat(parts), everybodys(size))
 
 
 def all_gather_into_tensor(group: Any, rank: int, size: int) -> None:
-    whole = torch.zeros(2 * size)
+    whole = zeros(2 * size)
     dist.all_gather_into_tensor(whole, own(rank), group=group)
     check(whole, everybodys(size))
 
 
 def reduce_scatter(group: Any, rank: int, size: int) -> None:
-    part = torch.zeros(2)
+    part = zeros(2)
     dist.reduce_scatter(part, [own(rank) * (r + 1) for r in range(size)], group=group)
     check(part, total(size) * (rank + 1))
 
 
 def reduce_scatter_tensor(group: Any, rank: int, size: int) -> None:
-    part = torch.zeros(2)
+    part = zeros(2)
     dist.reduce_scatter_tensor(part, torch.cat([own(rank) * (r + 1) for r in range(size)]), group=group)
     check(part, total(size) * (rank + 1))
 
 
 def gather(group: Any, rank: int, size: int) -> None:
-    parts = [torch.zeros(2) for _ in range(size)] if rank == 0 else None
+    parts = [zeros(2) for _ in range(size)] if rank == 0 else None
     dist.gather(own(rank), parts, group_dst=0, group=group)
     if parts:
         check(torch.cat(parts), everybodys(size))
 
 
 def scatter(group: Any, rank: int, size: int) -> None:
-    part = torch.zeros(2)
+    part = zeros(2)
     dist.scatter(part, [own(r) for r in range(size)] if rank == 0 else None, group_src=0, group=group)
     check(part, own(rank))
 
 
 def all_to_all_single(group: Any, rank: int, size: int) -> None:
-    received = torch.zeros(size)
-    dist.all_to_all_single(received, torch.arange(size) + 10.0 * rank, group=group)
-    check(received, torch.arange(size) * 10.0 + rank)
+    received = zeros(size)
+    dist.all_to_all_single(received, counted(size) + 10.0 * rank, group=group)
+    check(received, counted(size) * 10.0 + rank)
 
 
 def send_recv(group: Any, rank: int, size: int) -> None:
     """Around the ring, one after the other."""
-    tensor = torch.zeros(2)
+    tensor = zeros(2)
     if rank == 0:
         dist.send(own(rank), group_dst=1, group=group)
         dist.recv(tensor, group_src=size - 1, group=group)
@@ -155,7 +165,7 @@ def send_recv(group: Any, rank: int, size: int) -> None:
 
 
 def batch_isend_irecv(group: Any, rank: int, size: int) -> None:
-    tensor = torch.zeros(2)
+    tensor = zeros(2)
     for work in dist.batch_isend_irecv([
             dist.P2POp(dist.isend, own(rank), group=group, group_peer=(rank + 1) % size),
             dist.P2POp(dist.irecv, tensor, group=group, group_peer=(rank - 1) % size)]):
@@ -165,7 +175,7 @@ def batch_isend_irecv(group: Any, rank: int, size: int) -> None:
 
 def coalesced(group: Any, rank: int, size: int) -> None:
     """As Megatron's data-parallel wrapper does it for its buckets."""
-    parts = [torch.zeros(2), torch.zeros(2)]
+    parts = [zeros(2), zeros(2)]
     wholes = [torch.cat([own(rank) * i] * size) for i in (1, 2)]
     with dist._coalescing_manager(group, async_ops=True) as manager:
         for part, whole in zip(parts, wholes):
@@ -193,6 +203,8 @@ def barrier(group: Any, rank: int, size: int) -> None:
 
 def monitored_barrier(group: Any, rank: int, size: int) -> None:
     """On the handle: torch's own function asks for a backend of the name "gloo"."""
+    if device().type != "cpu":
+        pytest.skip("NCCL has no monitored barrier")
     group.monitored_barrier(timedelta(seconds=WAIT_S), wait_all_ranks=True)
 
 

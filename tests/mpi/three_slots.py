@@ -45,7 +45,7 @@ class Process:
         """An all-reduce on each handle, of 10 to the power of the slot. Collective over the job."""
         found = {}
         for slots in sorted(self.handles):
-            tensor = torch.tensor([10.0 ** self.slot])
+            tensor = torch.tensor([10.0 ** self.slot], device=self.groups.device)
             dist.all_reduce(tensor, group=self.handles[slots])
             found[slots] = tensor.item()
         return found

@@ -1,0 +1,243 @@
+"""`python -m analysis.bench_gpu`: what moves cost on this machine's GPUs, part by part, as JSON and Markdown.
+
+    moves   8 processes on 4 virtual hosts, TP2 PP1 DP3 and a spare host: connected ahead, in the pause, parked
+    m24     32 processes on one GPU, TP4 PP2 DP3 and a spare host (--twin: an undisturbed run too, to be equal to)
+    host    the host's cost of a collective against stock ProcessGroupNCCL, two ranks
+    state   a slot's state over a pair against one bare send of as many bytes, two ranks
+    beside  two ranks train while a thread prepares and discards the next generation, round after round
+
+Results are written after each part, in place of that part's older ones. The exit code is 0 unless a part failed or an
+equality broke; a target that is missed is only said. --device cpu runs the same on Gloo.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from analysis.gpu_figures import beside_figures, host_cost_figures, state_figures
+from analysis.gpu_moves import Arm, RunFailed, inequality, move_figures, run_arm
+from analysis.machine import Machine, ask_machine
+from analysis.ranks import ROOT, run_ranks
+from analysis.results import Figure, Section, build_markdown, read_sections, replace_section, write_sections
+
+AHEAD_AT_MOST = 0.05  # downtime connected ahead, over that of connecting in the pause
+PARK_SINCE = (2, 30, 3)  # NCCL
+EQUAL = "Losses, gradient norms and final digests equal those of the same job left alone, bit for bit."
+HOSTS = ("--hosts", "b0,b1,b2,b3")
+MOVES = ("--np", "8", *HOSTS)
+M24 = ("--np", "32", *HOSTS, "--set", "tp=4", "--set", "pp=2", "--set", "dp=3")
+M24_DEADLINES = ("--prepare-deadline", "500", "--switch-deadline", "400", "--heartbeat-timeout", "120",
+                 "--orphan-timeout", "240")
+# an iteration of 30 to 100 ms on an H200, and a state of 5 GB; a CPU has small ones
+BESIDE = {True: ("tp=2", "dp=1", "num_layers=4", "hidden_size=2048", "num_attention_heads=16", "seq_length=1024",
+                 "num_microbatches=2", "lr=1e-4"),
+          False: ("tp=2", "dp=1", "num_layers=2", "hidden_size=32", "seq_length=16", "num_microbatches=1")}
+STATE = {True: ("num_layers=8", "hidden_size=2048", "num_attention_heads=16"),
+         False: ("num_layers=2", "hidden_size=64")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What every part needs to know."""
+
+    args: argparse.Namespace
+    machine: Machine
+    runs: Path     # where run folders go
+    ends_s: float  # of the time box, monotonic
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.machine.gpus)
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.on_gpu else "cpu"
+
+    @property
+    def can_park(self) -> bool:
+        return self.on_gpu and tuple(map(int, self.machine.nccl.split("."))) >= PARK_SINCE
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {} if self.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+
+    def left_s(self, at_most_s: float) -> float:
+        """Raises RunFailed when the time box is used up."""
+        left_s = min(self.ends_s - time.monotonic(), at_most_s)
+        if left_s < 5.0:
+            raise RunFailed(f"no time left in the box of {self.args.time_box:g} s")
+        return left_s
+
+
+# ---- the parts; each returns its sections
+
+
+def moves(bench: Bench) -> Iterable[Section]:
+    """One move of b1, an arm after the other; the section is there again, with a column more, after each."""
+    sizes = ("--set", f"iterations={bench.args.iterations}")
+    alone = _train(bench, "undisturbed", (*MOVES, *sizes))
+    vacate = ("--vacate", f"b1->b3@{bench.args.iterations // 2}", "--lead", f"{bench.args.iterations // 2 - 2}")
+    arms = {"connected ahead": (), "connected in the pause": ("--connect", "pause")}
+    if bench.can_park:
+        arms["parked"] = ("--nccl-switch", "parked")
+    downtimes_s: dict[str, float] = {}
+    figures: list[Figure] = []
+    commands: list[str] = []
+    problems: list[str] = []
+    for name, options in arms.items():
+        arm = _train(bench, name.replace(" ", "-"), (*MOVES, *sizes, *vacate, *options))
+        downtimes_s[name] = arm.only_move().downtime_s or 0.0
+        figures += move_figures(arm, name)
+        commands.append(arm.command)
+        problems.append(inequality(arm, alone.run))
+        if name == "connected in the pause":
+            figures.append(Figure(name="downtime over that of connecting in the pause", unit="x",
+                                  column="connected ahead", value=downtimes_s["connected ahead"] / downtimes_s[name],
+                                  at_most=AHEAD_AT_MOST if bench.on_gpu else None))
+        yield _section(bench, "One move, 8 processes, TP2 PP1 DP3", figures, *commands,
+                       problem="; ".join(filter(None, problems)), notes=("" if any(problems) else EQUAL,))
+
+
+def m24(bench: Bench) -> Iterable[Section]:
+    """b1 of 24 slots, all processes on GPU 0."""
+    half = bench.args.m24_iterations // 2
+    sizes = (*M24, "--set", f"iterations={bench.args.m24_iterations}", *M24_DEADLINES)
+    options = ("--vacate", f"b1->b3@{half}", "--lead", f"{half - 1}", "--connect", bench.args.m24_connect)
+    arm = _train(bench, "m24", (*sizes, *options), {"CUDA_VISIBLE_DEVICES": "0"} if bench.on_gpu else {})
+    title, figures = "The m24 shape on one GPU, 32 processes, TP4 PP2 DP3", move_figures(arm, "")
+    yield _section(bench, title, figures, arm.command,
+                   notes=("Not compared with an undisturbed run; leaver and joiner were, by digest.",))
+    if bench.args.twin:
+        alone = _train(bench, "m24-undisturbed", sizes, {"CUDA_VISIBLE_DEVICES": "0"} if bench.on_gpu else {})
+        problem = inequality(arm, alone.run)
+        yield _section(bench, title, figures, arm.command, problem=problem, notes=("" if problem else EQUAL,))
+
+
+def host(bench: Bench) -> Iterable[Section]:
+    arguments = {"repeats": bench.args.repeats * 10, "calls": 50}
+    rows = run_ranks("analysis.gpu_bodies:host_cost", world=2, hosts=_own_gpus(bench), device=bench.device,
+                     timeout_s=bench.left_s(200.0), arguments=arguments, environment=bench.environment)
+    yield _section(bench, "Host cost of a collective, two ranks",
+                   host_cost_figures(rows[0]["costs"], bound=bench.on_gpu))
+
+
+def state(bench: Bench) -> Iterable[Section]:
+    for hosts, way in (("one", "one host"), ("each", "each rank its own host")):
+        if hosts == "one" and len(bench.machine.gpus) < 2:
+            continue  # two ranks of a host can't share a GPU, and to Gloo hosts are all the same
+        arguments = {"repeats": bench.args.repeats, "settings": bench.args.state_set or STATE[bench.on_gpu]}
+        rows = run_ranks("analysis.gpu_bodies:state_rate", world=2, hosts=hosts, device=bench.device,
+                         timeout_s=bench.left_s(200.0), arguments=arguments, environment=bench.environment)
+        yield _section(bench, f"A slot's state over a pair, {way}", state_figures(rows, bound=bench.on_gpu))
+
+
+def beside(bench: Bench) -> Iterable[Section]:
+    switch = "parked" if bench.can_park else "connected"
+    arguments = {"rounds": bench.args.rounds, "beside": bench.args.beside, "alone": bench.args.alone, "switch": switch,
+                 "settings": [*BESIDE[bench.on_gpu], *bench.args.beside_set]}
+    rows = run_ranks("analysis.prepare_beside:beside", world=2, hosts=_own_gpus(bench), device=bench.device,
+                     timeout_s=bench.left_s(580.0), arguments=arguments, environment=bench.environment)
+    bound = len(bench.machine.gpus) >= 2
+    figures, problem = beside_figures(rows, bound=bound, parked=switch == "parked")
+    notes = [f"{bench.args.rounds} rounds without a hang; {rows[0]['num_losses']} iterations; {rows[0]['num_groups']} "
+             f"groups; {'parked' if bench.can_park else 'not parked'}; {' '.join(arguments['settings'])}."]
+    notes += [] if problem else [EQUAL]
+    notes += [] if bound else ["The ranks share a processor or a GPU, so slowdown and memory are not judged."]
+    yield _section(bench, "Preparing beside training, two ranks", figures, problem=problem, notes=tuple(notes))
+
+
+PARTS: dict[str, Callable[[Bench], Iterable[Section]]] = {
+    "moves": moves, "host": host, "state": state, "beside": beside, "m24": m24}
+
+
+def _own_gpus(bench: Bench) -> str:
+    """Two ranks are one host where each has a GPU of its own."""
+    return "one" if len(bench.machine.gpus) >= 2 else "each"
+
+
+def _train(bench: Bench, name: str, arguments: tuple[str, ...], environment: dict[str, str] | None = None) -> Arm:
+    settings = [part for setting in bench.args.settings for part in ("--set", setting)]
+    return run_arm(bench.runs / name, [*arguments, *settings], environment={**bench.environment, **(environment or {})},
+                   on_gpu=bench.on_gpu, timeout_s=bench.left_s(580.0))
+
+
+def _section(bench: Bench, title: str, figures: list[Figure], *commands: str, problem: str = "",
+             notes: tuple[str, ...] = ()) -> Section:
+    title += f" (NCCL {bench.machine.nccl})" if bench.on_gpu else ""
+    return Section(title=title, machine=bench.machine.describe(), figures=tuple(figures), commands=commands,
+                   notes=tuple(filter(None, notes)), problem=problem)
+
+
+# ---- the command
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    machine = ask_machine()
+    out = args.out or ROOT / ("analysis/results" if machine.gpus else "build/results")
+    bench = Bench(args=args, machine=machine, ends_s=time.monotonic() + args.time_box,
+                  runs=Path(args.runs or tempfile.mkdtemp(prefix="bench-gpu-")))
+    sections = read_sections(out / "bench_gpu.json")
+    new: list[Section] = []
+    for name in args.parts or (PARTS if machine.gpus else [part for part in PARTS if part != "m24"]):
+        for section in _run_part(bench, name):
+            new = replace_section(new, section)
+            sections = replace_section(sections, section)
+            write_sections(out, "bench_gpu", sections)
+            print(f"bench_gpu: {section.title}: {section.problem or 'done'}", flush=True)
+    print(build_markdown(new))
+    print(f"written to {out / 'bench_gpu.json'} and {out / 'bench_gpu.md'}; runs are in {bench.runs}")
+    return 1 if any(section.problem for section in new) else 0
+
+
+def _run_part(bench: Bench, name: str) -> Iterable[Section]:
+    """The sections of a part; where it fails, the last one says why, and the other parts go on."""
+    try:
+        yield from PARTS[name](bench)
+    except (RunFailed, AssertionError) as error:  # what a run or a rank that failed raises
+        yield _section(bench, f"Part {name}, which failed", [], problem=str(error))
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m analysis.bench_gpu", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", type=_parts, help="comma-separated (default: all; m24 needs a GPU)")
+    parser.add_argument("--out", type=Path, help="folder of bench_gpu.json and .md (default: analysis/results, or "
+                        "build/results without a GPU)")
+    parser.add_argument("--runs", help="folder for the run folders (default: a temporary one)")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--time-box", type=float, default=3600.0, metavar="S", help="for everything; a part that "
+                        "would outlast it is ended (default: %(default)g)")
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE",
+                        help="of the jobs of moves and m24")
+    parser.add_argument("--iterations", type=int, default=56, help="moves: of each run (default: %(default)s)")
+    parser.add_argument("--m24-iterations", type=int, default=32, help="m24: (default: %(default)s)")
+    parser.add_argument("--m24-connect", choices=("ahead", "pause"), default="ahead")
+    parser.add_argument("--twin", action="store_true", help="m24: an undisturbed run too")
+    parser.add_argument("--repeats", type=int, default=10, help="host, state: (default: %(default)s)")
+    parser.add_argument("--state-set", action="append", default=[], metavar="FIELD=VALUE", help="state: the job")
+    parser.add_argument("--rounds", type=int, default=200, help="beside: preparations (default: %(default)s)")
+    parser.add_argument("--beside", type=int, default=8, help="beside: iterations from the start of each preparation "
+                        "(default: %(default)s)")
+    parser.add_argument("--alone", type=int, default=4, help="beside: iterations after each (default: %(default)s)")
+    parser.add_argument("--beside-set", action="append", default=[], metavar="FIELD=VALUE", help="beside: the job")
+    return parser.parse_args(argv)
+
+
+def _parts(value: str) -> list[str]:
+    names = value.split(",")
+    if unknown := [name for name in names if name not in PARTS]:
+        raise argparse.ArgumentTypeError(f"there is no part {unknown[0]}; parts are: {', '.join(PARTS)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

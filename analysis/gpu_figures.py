@@ -1,0 +1,110 @@
+"""Figures of what ranks measured by themselves (gpu_bodies.py, prepare_beside.py), and their targets. NumPy only."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from analysis.results import Figure
+
+# What an iteration is beside prepare_beside.py's thread, the worst last: it is what it was on the worst rank.
+KINDS = ("undisturbed", "closing", "preparing", "after_join")
+MIB = 1 << 20
+MEDIAN_AT_MOST, P95_AT_MOST = 1.03, 1.15  # iterations while preparing, over undisturbed ones
+PARKED_MIB_AT_MOST = 4.0                  # a group
+STATE_AT_LEAST, HOST_AT_MOST = 0.8, 1.1
+# What may come and go without anything having been left behind.
+DEVICE_SLACK_MIB, THREAD_SLACK, FD_SLACK = 16, 1, 2
+
+
+def host_cost_figures(costs: Sequence[dict[str, Any]], *, bound: bool) -> list[Figure]:
+    """Of wrapper_cost's rows. `bound`: whether the target is judged; on the CPU a call waits for its peer too."""
+    figures = []
+    for cost in costs:
+        name = cost["collective"]
+        figures += [Figure(name=f"{name}, stock", value=cost["bare_us"], unit="us"),
+                    Figure(name=f"{name}, ours", value=cost["handle_us"], unit="us"),
+                    Figure(name=f"{name}, ours over stock", value=cost["handle_us"] / cost["bare_us"], unit="x",
+                           at_most=HOST_AT_MOST if bound and name != "barrier" else None)]
+    return figures
+
+
+def state_figures(rows: Sequence[dict[str, Any]], *, bound: bool) -> list[Figure]:
+    """Of what the leaver and the joiner returned; the joiner knows when everything is there."""
+    joiner = rows[1]
+    state, bare = (joiner["bytes"] / joiner[f"{which}_s"] / 1e9 for which in ("state", "bare"))
+    return [Figure(name="state of a slot", value=joiner["bytes"] / 1e9, unit="GB"),
+            Figure(name="tensors", value=joiner["num_tensors"]),
+            Figure(name="state, with header", value=state, unit="GB/s"),
+            Figure(name="bare send and receive of as many bytes", value=bare, unit="GB/s"),
+            Figure(name="state over bare", value=state / bare, unit="x",
+                   at_least=STATE_AT_LEAST if bound else None)]
+
+
+def beside_figures(rows: Sequence[dict[str, Any]], *, bound: bool, parked: bool) -> tuple[list[Figure], str]:
+    """Of what the ranks returned: (figures, what is wrong; empty if nothing).
+
+    `bound`: whether slowdown and memory are judged, which they are where every rank has a GPU of its own.
+    """
+    times = job_times(rows)
+    figures, ratios = _iteration_figures(times), {}
+    for kind in ("preparing", "closing"):
+        for name, percent in (("median", 50), ("p95", 95)):
+            both = times[kind], times["undisturbed"]
+            ratios[kind, name] = (float(np.percentile(both[0], percent) / np.percentile(both[1], percent))
+                                  if all(map(len, both)) else None)
+    limits = {"median": MEDIAN_AT_MOST, "p95": P95_AT_MOST}
+    figures += [Figure(name=f"{name} of iterations while {kind}, over undisturbed", value=ratio, unit="x",
+                       at_most=limits[name] if bound and kind == "preparing" else None)
+                for (kind, name), ratio in ratios.items()]
+    rounds = [row for rank in rows for row in rank["rounds"]]
+    num_groups = rows[0]["num_groups"]
+    for name, what in (("prepare_s", "preparation of all groups"), ("close_s", "closing them"),
+                       ("waited_s", "training waited for the end of a round")):
+        seconds = [row[name] for row in rounds]
+        figures += [Figure(name=f"{what}, median", value=float(np.median(seconds)), unit="s"),
+                    Figure(name=f"{what}, longest", value=max(seconds), unit="s")]
+    per_group = [row["device_bytes"] / num_groups / MIB for row in rounds]
+    figures += [Figure(name="stage 1, device memory a group, median", value=float(np.median(per_group)), unit="MiB",
+                       at_most=PARKED_MIB_AT_MOST if bound and parked else None)]
+    grown = _growth(rows)
+    figures += [Figure(name=f"{name.replace('_', ' ')} grown from a quarter of the rounds to the end", value=value)
+                for name, value in grown.items()]
+    return figures, "; ".join(filter(None, (_inequality(rows), _leak(grown, len(rows)))))
+
+
+def job_times(rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Seconds of each kind of iteration, job-wide: the longest over the ranks, and of the worst kind of any rank's."""
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for same in zip(*(row["iterations"] for row in rows), strict=True):
+        found[max((kind for kind, _ in same), key=KINDS.index)].append(max(seconds for _, seconds in same))
+    return {kind: np.array(seconds) for kind, seconds in found.items()}
+
+
+def _iteration_figures(times: dict[str, np.ndarray]) -> list[Figure]:
+    figures = []
+    for kind in ("undisturbed", "preparing", "closing"):
+        some = times[kind] * 1e3
+        figures += [Figure(name=f"{kind} iterations", value=len(some)),
+                    Figure(name=f"{kind}, median", value=float(np.median(some)) if len(some) else None, unit="ms"),
+                    Figure(name=f"{kind}, p95", value=float(np.percentile(some, 95)) if len(some) else None,
+                           unit="ms")]
+    return figures
+
+
+def _growth(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of each resource, the most of a rank."""
+    early = len(rows[0]["resources"]) // 4
+    return {name: max(row["resources"][-1][name] - row["resources"][early][name] for row in rows)
+            for name in rows[0]["resources"][0]}
+
+
+def _leak(grown: dict[str, float], num_ranks: int) -> str:
+    slack = {"device_mib": DEVICE_SLACK_MIB * num_ranks, "threads": THREAD_SLACK, "fds": FD_SLACK}
+    return "; ".join(f"{name} grew by {grown[name]:g}" for name, most in slack.items() if grown[name] > most)
+
+
+def _inequality(rows: Sequence[dict[str, Any]]) -> str:
+    return "; ".join(f"rank {rank} differs from the job left alone: {row['differs']}"
+                     for rank, row in enumerate(rows) if row["differs"])

@@ -1,0 +1,162 @@
+"""Whole runs with one move, one for each arm, and the figures that their logs give. Knows nothing of GPUs' insides.
+
+The arms: an undisturbed run, to be equal to; new communicators connected ahead of the pause; in the pause, which is
+what a system without two stages would do; and old ones parked, where the library can.
+"""
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from analysis.compare import compare_runs
+from analysis.device_memory import MemorySampler, peak_by_phase
+from analysis.log import Run, read_run, text
+from analysis.measures import job_iterations
+from analysis.moves import MoveFigures, compute_moves
+from analysis.results import Figure
+
+_ROOT = Path(__file__).resolve().parent.parent
+_GRACE_S = 20.0  # for a launcher that was told to end
+_COSTS = re.compile(r"(\w+) of (\d+) groups \(([^)]*)\): ([\d.]+) s, device memory ([+-]\d+) MiB")
+
+
+class RunFailed(RuntimeError):
+    """A run that didn't complete, or not in time; its last words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """A run that has ended, and the memory that was in use beside it."""
+
+    run: Run
+    command: str
+    samples: list[tuple[float, int, float]]
+
+    def only_move(self) -> MoveFigures:
+        """Raises RunFailed if it wasn't committed."""
+        moves = compute_moves(self.run)
+        if [move.outcome for move in moves] != ["COMMITTED"]:
+            raise RunFailed(f"{self.run.path}: the move wasn't committed: {[(m.outcome, m.reason) for m in moves]}")
+        return moves[0]
+
+
+def run_arm(folder: Path, arguments: Sequence[str], *, environment: Mapping[str, str], on_gpu: bool,
+            timeout_s: float) -> Arm:
+    """`python harness.py arguments --run folder`. Raises RunFailed."""
+    command = ["harness.py", *arguments, "--run", str(folder)]
+    with MemorySampler(on_gpu=on_gpu) as sampler:
+        process = subprocess.Popen([sys.executable, *command], cwd=_ROOT, env={**os.environ, **environment},
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   text=True)
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)  # the launcher ends the job in order
+            try:
+                said, _ = process.communicate(timeout=_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                said, _ = process.communicate()
+            raise RunFailed(f"{' '.join(command)} wasn't done after {timeout_s:.0f} s: {said[-1500:]}") from None
+    if process.returncode:
+        raise RunFailed(f"{' '.join(command)} ended with {process.returncode}: {said[-1500:]}")
+    shown = [argument for argument in command if argument not in ("--run", str(folder))]
+    return Arm(run=read_run(folder), command=f"python {' '.join(shown)}", samples=sampler.samples)
+
+
+def inequality(arm: Arm, undisturbed: Run) -> str:
+    """Where the arm's run first differs from the undisturbed one; empty if it is equal bit for bit."""
+    verdict = compare_runs(arm.run, undisturbed)
+    return "" if verdict.equal else f"{arm.run.path.name} isn't equal to the undisturbed run: {verdict.text}"
+
+
+def move_figures(arm: Arm, name: str) -> list[Figure]:
+    """The figures of its only move, in the arm's column."""
+    move = arm.only_move()
+    iteration_s = move.undisturbed_s
+    figures = [("iteration, undisturbed median", _ms(iteration_s), "ms"),
+               ("setup, request to ready", move.setup_s, "s"),
+               ("downtime", _ms(move.downtime_s), "ms"),
+               ("downtime over an iteration", _ratio(move.downtime_s, iteration_s), "x"),
+               ("groups rebuilt", move.num_groups_rebuilt, ""), ("groups kept", move.num_groups_kept, ""),
+               ("state", move.transfer_bytes / 1e6, "MB"), ("state, all pairs", move.transfer_gb_per_s, "GB/s"),
+               ("first iteration after the switch, over undisturbed", _ratio(move.first_iteration_s, iteration_s), "x"),
+               *_stage_rows(arm.run, move), *_slowdown_rows(arm.run, move),
+               *((f"memory of the fullest GPU, {phase}", mib, "MiB")
+                 for phase, mib in peak_by_phase(arm.samples, phases_of(arm.run, move)).items())]
+    return [Figure(name=what, value=value, unit=unit, column=name) for what, value, unit in figures]
+
+
+def _stage_rows(run: Run, move: MoveFigures) -> list[tuple[str, float | str | None, str]]:
+    """Stage 1 and stage 2 a group, from what each process said of its communicators and from the spans."""
+    rows: list[tuple[str, float | str | None, str]] = []
+    said = [found.groups() for event in run.events[run.events["move"] == move.move]
+            if (found := _COSTS.search(text(event["text"])))]
+    for stage, title in (("prepare", "stage 1"), ("connect", "stage 2")):
+        some = [(float(seconds) / int(num), float(mib) / int(num)) for name, num, _, seconds, mib in said
+                if name == stage]
+        if some:
+            seconds, mib = np.median(np.array(some), axis=0)
+            rows += [(f"{title} a group, median of processes", float(seconds), "s"),
+                     (f"{title}, device memory a group, whoever took it", float(mib), "MiB")]
+    switches = sorted({switch for _, _, switch, _, _ in said})
+    rows += [("switch", ", ".join(switches), "")] if switches else []
+    spans = {(span.phase, span.name): span.longest_s for span in move.spans}
+    for phase, name in (("PREPARING", "prepare_groups"), ("READY", "connect"), ("SWITCHING", "activate"),
+                        ("SWITCHING", "park"), ("SWITCHING", "transfer"), ("SWITCHING", "digest")):
+        if (phase, name) in spans:
+            rows.append((f"span {name} ({phase}), longest", spans[phase, name], "s"))
+    return rows
+
+
+def _slowdown_rows(run: Run, move: MoveFigures) -> list[tuple[str, float | None, str]]:
+    """Iterations beside the preparation over the undisturbed ones of the same run, job-wide.
+
+    An iteration before which groups were connected is neither: what that costs is a span of its own.
+    """
+    times = job_iterations(run)
+    connects = run.spans[(run.spans["phase"] == b"READY") & (run.spans["name"] == b"connect")]
+    free = ~np.isin(times["iteration"], connects["iteration"])
+    free[0] = False  # warms up
+    usual = times["longest_s"][free & ~times["disturbed"]]
+    beside = times["longest_s"][free & np.isin(times["iteration"], _beside(move))]
+    rows: list[tuple[str, float | None, str]] = [("iterations beside the preparation", len(beside), "")]
+    for name, percent in (("median", 50), ("p95", 95)):
+        ratio = float(np.percentile(beside, percent) / np.percentile(usual, percent)) if len(beside) and len(
+            usual) else None
+        rows.append((f"{name} of iterations while preparing, over undisturbed", ratio, "x"))
+    return rows
+
+
+def _beside(move: MoveFigures) -> range:
+    if move.preparing is None:
+        return range(0)
+    return range(move.preparing.first_iteration, move.preparing.last_iteration + 1)
+
+
+def phases_of(run: Run, move: MoveFigures) -> dict[str, tuple[float, float]]:
+    """Unix seconds from which and to which the job was in each phase."""
+    spans = run.spans[run.spans["move"] == move.move]
+    pauses = spans[spans["name"] == b"switchover"]
+    first_s, last = float(run.iterations["start_s"].min()), run.iterations[-1]
+    ready_s = move.requested_s + (move.setup_s or 0.0)
+    paused_s, resumed_s = float(pauses["start_s"].min()), float(pauses["end_s"].max())
+    return {"undisturbed": (first_s, move.requested_s), "PREPARING": (move.requested_s, ready_s),
+            "READY": (ready_s, paused_s), "SWITCHING": (paused_s, resumed_s),
+            "afterwards": (resumed_s, float(last["start_s"] + last["time_s"]))}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _ratio(value: float | None, whole: float | None) -> float | None:
+    return value / whole if value is not None and whole else None

@@ -1,0 +1,202 @@
+"""A Megatron job trains on two ranks while a thread prepares the next generation of all its groups, and discards it.
+
+What each rank does (run by analysis/ranks.py), and the figures made of what the ranks return. The rounds look for a
+hang, for whatever is left behind, and for what preparing costs the iterations; a second job of the same length, left
+alone, must have the same losses and the same state at its end.
+"""
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from analysis.ranks import Rank
+from migration.communicators.makers import build_maker
+from migration.config import Config, apply_settings
+from migration.data import Samples, open_source
+from migration.groups import Groups, connect_store, start_store
+from migration.job import Job, close_job, open_groups
+
+TIMEOUT_S = 60.0  # of one preparation
+HANG_S = 150.0    # after which a round is hung
+WARM_UP = 5       # iterations that count for nothing, at the start
+POLL_S = 0.002
+
+
+def config_of(sizes: Mapping[str, Any], settings: list[str]) -> Config:
+    """A small model with `sizes`, changed by the user's FIELD=VALUE."""
+    return apply_settings(Config(profile="bench_gpu", **sizes), settings)
+
+
+def build_groups(own: Rank, switch: str) -> Groups:
+    return Groups(own.device, build_maker(own.device, switch, connect_in_background=False))
+
+
+def build_job(config: Config, slot: int, groups: Groups) -> Job:
+    """In the sandbox."""
+    open_groups(config, slot, groups)
+    return Job(config, slot, groups, Samples(open_source("", config.vocab_size), config.seq_length, config.seed))
+
+
+def beside(own: Rank) -> dict[str, Any]:
+    """Arguments: settings, rounds, switch, beside (iterations from a preparation's start), alone (those after).
+
+    Returns iterations as [kind (gpu_figures.KINDS), seconds], rounds as {name: [...]}, resources after each round, and what differs from
+    the job left alone, empty if nothing does.
+    """
+    from migration.preload import preload
+    preload()
+    gc.freeze()
+    arguments = own.arguments
+    config = config_of({}, arguments["settings"])
+    groups = build_groups(own, arguments["switch"])
+    found = _Course(own, config, groups, rounds=arguments["rounds"])
+    found.run("disturbed")
+    twin = _Course(own, config, groups, rounds=0, num_iterations=len(found.losses))
+    twin.run("left alone")
+    differing = [i for i, (a, b) in enumerate(zip(found.losses, twin.losses, strict=True)) if a != b]
+    differs = f"the loss of iteration {differing[0]}" if differing else ""
+    differs = differs or ", ".join(k for k in found.digests if found.digests[k] != twin.digests[k])
+    return {"iterations": found.iterations, "rounds": found.rounds, "resources": found.resources, "differs": differs,
+            "num_losses": len(found.losses), "num_groups": found.num_groups, "last_loss": found.losses[-1],
+            "alone_s": [seconds for _, seconds in twin.iterations]}
+
+
+class _Course:
+    """One job from its start to its end, with preparations beside it or without."""
+
+    def __init__(self, own: Rank, config: Config, groups: Groups, *, rounds: int, num_iterations: int = 0) -> None:
+        self._own, self._config, self._groups = own, config, groups
+        self._num_rounds, self._num_iterations = rounds, num_iterations
+        self.losses: list[str] = []
+        self.iterations: list[tuple[str, float]] = []
+        self.rounds: list[dict[str, float]] = []
+        self.resources: list[dict[str, int]] = []
+        self.digests: dict[str, str] = {}
+        self.num_groups = 0
+
+    def run(self, name: str) -> None:
+        from migration import state
+        own, groups, slots = self._own, self._groups, range(self._config.job_size)
+        job = build_job(self._config, own.rank, groups)
+        self.num_groups = len(groups.touched(slots))
+        server, store = fresh_store(own, name)
+        groups.prepare(0, store, slots, TIMEOUT_S)
+        groups.activate()
+        groups.adopt()
+        own.barrier(f"{name} connected")
+        del server
+        job.broadcast_parameters()
+        self._train(job, WARM_UP, None, "after_join")
+        for i in range(self._num_rounds):
+            self._round(job, i)
+        self._train(job, self._num_iterations - len(self.losses), None, "undisturbed")
+        job.finish()
+        self.digests = state.digests(state.capture(job))
+        num_held = groups.num_communicators - self.num_groups
+        del job
+        close_job(groups)
+        wait_for(lambda: groups.num_communicators <= num_held, HANG_S, f"the job {name} to close its groups")
+
+    def _round(self, job: Job, number: int) -> None:
+        preparer = Preparer(self._own, self._groups, number, self._config.job_size)
+        preparer.start()
+        self._train(job, self._own.arguments["beside"], preparer, "undisturbed")
+        waited_s = time.perf_counter()
+        preparer.join(HANG_S)
+        if preparer.is_alive():
+            raise TimeoutError(f"round {number}: a preparation hung: training waited {HANG_S:g} s for it")
+        if preparer.error is not None:
+            raise RuntimeError(f"round {number}: {preparer.error}") from preparer.error
+        self.rounds.append({"prepare_s": preparer.prepared_s - preparer.started_s,
+                            "close_s": preparer.closed_s - preparer.prepared_s,
+                            "waited_s": time.perf_counter() - waited_s, "device_bytes": preparer.device_bytes})
+        self.resources.append(count_resources(self._own.device))
+        self._train(job, 1, None, "after_join")  # whose ranks come one after the other
+        self._train(job, self._own.arguments["alone"], None, "undisturbed")
+
+    def _train(self, job: Job, num_iterations: int, preparer: Preparer | None, kind: str) -> None:
+        """`kind`: of iterations beside which no thread works."""
+        for _ in range(num_iterations):
+            start_s = time.perf_counter()
+            result = job.run_iteration()
+            end_s = time.perf_counter()
+            self.losses.append(f"{result.loss.hex()} {result.grad_norm.hex()}")
+            self.iterations.append((preparer.kind_of(start_s) if preparer else kind, end_s - start_s))
+
+
+class Preparer(threading.Thread):
+    """One preparation of all groups for a generation that never comes."""
+
+    def __init__(self, own: Rank, groups: Groups, number: int, job_size: int) -> None:
+        super().__init__(name="prepare", daemon=True)
+        self._own, self._groups, self._number, self._job_size = own, groups, number, job_size
+        self.started_s = time.perf_counter()
+        self.prepared_s = self.closed_s = float("inf")
+        self.device_bytes = 0
+        self.error: Exception | None = None
+
+    def kind_of(self, start_s: float) -> str:
+        """Of an iteration that began at start_s and has just ended."""
+        return "preparing" if start_s < self.prepared_s else "closing" if start_s < self.closed_s else "undisturbed"
+
+    def run(self) -> None:
+        try:
+            self._prepare_and_discard()
+        except Exception as error:  # the training thread raises it
+            self.error = error
+
+    def _prepare_and_discard(self) -> None:
+        own, groups, device = self._own, self._groups, self._own.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        num_held = groups.num_communicators
+        server, store = fresh_store(own, f"round {self._number}")
+        free_before = free_bytes(device)
+        groups.prepare(1 + self._number, store, range(self._job_size), TIMEOUT_S)
+        self.device_bytes = free_before - free_bytes(device)
+        self.prepared_s = time.perf_counter()
+        own.barrier(f"round {self._number} prepared")
+        del server
+        groups.discard()
+        wait_for(lambda: groups.num_communicators <= num_held, TIMEOUT_S, "what was prepared to close")
+        self.closed_s = time.perf_counter()
+
+
+def fresh_store(own: Rank, name: str) -> tuple[Any, Any]:
+    """A store as a controller makes one for each generation: (the server on rank 0, this rank's connection)."""
+    server = start_store("127.0.0.1") if own.rank == 0 else None
+    if server is not None:
+        own.store.set(f"port/{name}", str(server.port))
+    return server, connect_store(("127.0.0.1", int(own.store.get(f"port/{name}"))), TIMEOUT_S)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of the device; 0 on the CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def count_resources(device: torch.device) -> dict[str, int]:
+    """What must stay flat. `device_mib` counts whoever else uses the device."""
+    gc.collect()
+    used = 0
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        used = (whole - free) >> 20
+    with open("/proc/self/statm") as statm:
+        resident_mib = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+    return {"device_mib": used, "threads": len(os.listdir("/proc/self/task")), "fds": len(os.listdir("/proc/self/fd")),
+            "resident_mib": resident_mib}
+
+
+def wait_for(condition: Any, timeout_s: float, what: str) -> None:
+    ends_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > ends_s:
+            raise TimeoutError(f"waited {timeout_s:g} s for {what}")
+        time.sleep(POLL_S)

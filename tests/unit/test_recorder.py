@@ -1,0 +1,74 @@
+"""What came out of each test goes into a file as it is known, and from there into the table of `make test-gpu`."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = '''
+import pytest
+
+def test_passes(record_property):
+    record_property("figures", {"seconds": 0.25})
+
+def test_fails():
+    assert 1 == 2, "one isn't two"
+
+def test_is_skipped():
+    pytest.skip("no GPU")
+
+@pytest.mark.parametrize("n", range(3))
+def test_many(n):
+    pass
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("no store")
+
+def test_cannot_start(broken):
+    pass
+'''
+
+
+def record(folder: Path, rank: str) -> list[dict[str, Any]]:
+    (folder / "test_some.py").write_text(TESTS)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PMI_RANK": rank}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "recorder", "-p", "no:cacheprovider", "-c",
+                           os.devnull, "--rootdir", str(folder), "--results", str(folder / "rows"), str(folder)],
+                          cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    rows = folder / "rows"
+    return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+
+
+def test_a_line_a_test(tmp_path: Path) -> None:
+    rows = record(tmp_path, "0")
+    found = {row["test"].rpartition("::")[2]: (row["outcome"], row["why"], row["figures"]) for row in rows}
+    assert found == {
+        "test_passes": ("passed", "", {"seconds": 0.25}),
+        "test_fails": ("failed", "AssertionError: one isn't two", {}), "test_is_skipped": ("skipped", "no GPU", {}),
+        "test_many[0]": ("passed", "", {}), "test_many[1]": ("passed", "", {}), "test_many[2]": ("passed", "", {}),
+        "test_cannot_start": ("failed", "RuntimeError: no store", {})}
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    assert record(tmp_path, "1") == []
+
+
+def test_the_table(monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
+    from run_all import build_markdown
+    passed = {"outcome": "passed", "why": "", "figures": {}}
+    rows = [{"test": "tests/mpi/test_a.py::test_many[0]", "seconds": 1.0, **passed},
+            {"test": "tests/mpi/test_a.py::test_many[1]", "seconds": 2.0, **passed},
+            {"test": "tests/mpi/test_a.py::test_many[2]", "outcome": "failed", "seconds": 3.0, "why": "lost",
+             "figures": {"mib": 4.0, "rows": [1]}}]
+    text = build_markdown({"mpi": {"exit_code": 1, "rows": rows, "machine": "a machine"}})
+    assert text.splitlines()[-6:] == [
+        "2 passed, 1 failed; **ended with exit code 1**.", "", "| test | outcome | seconds | figures |",
+        "| --- | --- | --- | --- |", "| mpi/test_a.py::test_many (2 times) | passed | 3.0 |  |",
+        "| mpi/test_a.py::test_many[2] | **failed**: lost | 3.0 | mib 4 |"]
