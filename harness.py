@@ -31,13 +31,17 @@ def train(job: Job, process: Process) -> bool:
     """THE LOOP. Returns False when the slot has been handed over, True when training is done."""
     clock, member = process.timeline.clock, process.member
     while job.iteration < process.num_iterations:
-        arrived_s = clock()
-        if not member.at_boundary(job):
-            return False
-        start_s = clock()
-        iteration, samples, consumed = job.iteration, job.cursor.samples_digest(), job.cursor.consumed_samples
+        arrived_s = start_s = clock()
+        if job.micro_losses is None:  # else this process has just taken the slot over, inside this iteration
+            if not member.at_boundary(job):
+                return False
+            start_s = clock()
+            job.compute_gradients()
         disturbed = member.part is not None
-        result = job.run_iteration()
+        if not member.before_step(job):
+            return False
+        iteration, samples, consumed = job.iteration, job.cursor.samples_digest(), job.cursor.consumed_samples
+        result = job.take_step()
         end_s = clock()
         process.timeline.add_iteration(
             iteration=iteration, slot=job.slot, generation=member.generation, start_s=start_s, time_s=end_s - start_s,

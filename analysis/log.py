@@ -56,6 +56,7 @@ class Run:
     iterations: np.ndarray  # sorted by iteration, slot
     spans: np.ndarray  # sorted by start_s
     moves: np.ndarray  # sorted by requested_s; one row a move, that of the highest term
+    communicators: np.ndarray  # as each process logged them
     digests: np.ndarray  # sorted by slot, kind
     events: np.ndarray  # sorted by time_s
     result: dict[str, Any] | None  # None: the run goes on, or was killed
@@ -95,7 +96,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         config=first["config"], options=first["options"], versions=first["versions"], hosts=first["hosts"],
         iterations=np.sort(arrays["iterations"], order=("iteration", "slot", "world_rank")),
         spans=arrays["spans"][np.argsort(arrays["spans"]["start_s"], kind="stable")],
-        moves=_last_terms(arrays["moves"]),
+        moves=_last_terms(arrays["moves"]), communicators=arrays["communicators"],
         digests=np.sort(arrays["digests"], order=("slot", "kind", "world_rank")),
         events=arrays["events"][np.argsort(arrays["events"]["time_s"], kind="stable")],
         result=_read_result(path / "result.json"))

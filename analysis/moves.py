@@ -59,6 +59,19 @@ class Preparing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """What a stage of the communicators took, over the groups that switched in one way and the members of each."""
+
+    switch: str  # connected, parked, lazy
+    stage: str
+    num_groups: int
+    median_s: float  # of a group, at a member
+    longest_s: float
+    process_s: float  # all groups of a process together, the longest
+    median_device_bytes: int  # what the device lost meanwhile, to whomever
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoveFigures:
     """One move. `outcome` UNFINISHED: there are spans of it, but the controller logged no end."""
 
@@ -82,6 +95,7 @@ class MoveFigures:
     transfers: list[Transfer]
     transfer_bytes: int
     transfer_gb_per_s: float | None  # all pairs, first start to last end, of the phase with the most bytes
+    stages: list[StageCost]
     memory: list[MemoryPeak]
     preparing: Preparing | None
     first_iteration_s: float | None  # the longest over slots, without the pause
@@ -119,10 +133,23 @@ def compute_move(run: Run, move: int, row: np.void | None) -> MoveFigures:
         num_groups_kept=0 if row is None else int(row["num_groups_kept"]), assignments=assignments,
         spans=compute_span_times(spans), transfers=transfers,
         transfer_bytes=sum(transfer.bytes for transfer in transfers), transfer_gb_per_s=_total_rate(transfers),
+        stages=compute_stages(run.communicators[(run.communicators["move"] == move) & (move >= 0)]),
         memory=_compute_memory(run, assignments, requested_s, end_s),
         preparing=None if not len(spans) else _compute_preparing(
             run, requested_s, requested_s + setup_s if setup_s else end_s, iteration),
         first_iteration_s=float(first[0]) if len(first) else None, undisturbed_s=compute_undisturbed_s(times))
+
+
+def compute_stages(rows: np.ndarray) -> list[StageCost]:
+    """Of rows of the log's `communicators`, in the order in which stages first came."""
+    found = []
+    for switch, stage in dict.fromkeys(zip(rows["switch"].tolist(), rows["stage"].tolist())):
+        of = rows[(rows["switch"] == switch) & (rows["stage"] == stage)]
+        by_process = [float(of["time_s"][of["world_rank"] == rank].sum()) for rank in set(of["world_rank"].tolist())]
+        found.append(StageCost(switch=text(switch), stage=text(stage), num_groups=len(set(of["communicator"].tolist())),
+                               median_s=float(np.median(of["time_s"])), longest_s=float(of["time_s"].max()),
+                               process_s=max(by_process), median_device_bytes=int(np.median(of["device_bytes"]))))
+    return found
 
 
 def _compute_transfers(spans: np.ndarray, assignments: list[list[int]]) -> list[Transfer]:

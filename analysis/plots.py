@@ -23,6 +23,7 @@ ITERATION_COLOURS = ("#dcdfe3", "#c3c8ce")  # alternating, so that neighbours ca
 SPAN_COLOURS = {
     "mpi": "#deebf7", "import": "#9ecae1", "groups": "#4292c6", "open_groups": "#4292c6", "build": "#08519c",
     "connect": "#9e9ac8", "broadcast": "#c994c7", "warm_up": "#fdae6b", "poison": "#843c39",
+    "accept": "#a6761d", "measure_pair": "#e6ab02",
     "prepare_groups": "#6a51a3", "prepare_pair": "#bcbddc", "wait_boundary": "#fee391", "drain": "#8c6d31",
     "transfer": "#d62728", "apply": "#ff9896", "digest": "#e377c2", "verdict": "#17becf", "activate": "#2ca02c",
     "close_old": "#7f7f7f",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from analysis.log import Run, read_run
 from analysis.measures import RunFigures, SpanTime, compute_run
-from analysis.moves import MoveFigures, compute_moves
+from analysis.moves import MoveFigures, StageCost, compute_moves
 from migration.errors import UserError
 
 DESCRIPTION = """\
@@ -87,7 +87,7 @@ def _format_move(run: Run, move: MoveFigures) -> str:
     if move.spans:
         lines += ["  phases: the longest span over the processes, and how many have one"]
         lines += [_format_span(run, span) for span in move.spans]
-    lines += _format_transfers(run, move) + _format_memory(run, move)
+    lines += _format_transfers(run, move) + _format_stages(move.stages) + _format_memory(run, move)
     lines += [f"  process groups: {move.num_groups_rebuilt} rebuilt, {move.num_groups_kept} kept"]
     return "\n".join(lines + _format_iterations(move))
 
@@ -106,6 +106,17 @@ def _format_transfers(run: Run, move: MoveFigures) -> list[str]:
     return lines + [f"    slot {item.slot:<3} {run.label(item.leaver)} -> {run.label(item.joiner)}  {item.phase:<10} "
                     f"{format_bytes(item.bytes):>9} in {format_s(item.time_s)}, {_format_rate(item.gb_per_s)}"
                     for item in move.transfers]
+
+
+def _format_stages(stages: list[StageCost]) -> list[str]:
+    if not stages:
+        return []
+    lines = ["  communicators: a group's stage, median and longest; all of a process's groups, longest"]
+    for cost in stages:
+        memory = f"  {cost.median_device_bytes / 2**20:+.0f} MiB a group" if cost.median_device_bytes else ""
+        lines += [f"    {cost.switch:<10} {cost.stage:<8} {cost.num_groups:>3} groups {format_s(cost.median_s):>10} "
+                  f"{format_s(cost.longest_s):>10} {format_s(cost.process_s):>10}{memory}"]
+    return lines
 
 
 def _format_memory(run: Run, move: MoveFigures) -> list[str]:

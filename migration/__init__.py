@@ -10,9 +10,14 @@ CUDA), internals.py (Megatron's private names).
 
 A move: plan.py (who goes where), schedule.py (when), protocol.py (phases, events, actions in one table), move.py (the
 tally of reports), controller.py (decides), actions.py (carries out), watch.py (heartbeats, deadlines), member.py and
-part.py (a process's part), preparation.py and switchover.py (what it does in these phases), groups.py and
-communicators/ (process groups that outlive their communicator), state.py (everything that moves), transfer.py (its
-way), checkpoint.py (save and restart, to compare with), faults.py.
+part.py (a process's part), preparation.py and switchover.py (what it does in these phases), acceptance.py (is a joiner
+fit for its slot), handles.py, groups.py, communicators/ and stores.py (process groups that outlive their communicator),
+costs.py (what those take), state.py (everything that moves), digest.py (whether it came over whole), checkpoint.py
+(save and restart, to compare with), faults.py.
+
+The state's way: arms.py (how much is done beside training, and where membership changes), wire.py (words between leaver
+and joiner), transfer.py (bytes), stream.py, leader.py and follow.py (beside training), gradients.py (what is left at the
+cut), hand_over.py (in the pause), proof.py (the leaver's own step, to compare with).
 
 Beside it: topology.py and sizes.py (arithmetic), plan_report.py, check*.py (the preflight), requests.py (from outside),
 commands.py, record.py (progress, verdict), timeline.py (the log), versions.py, demo.py, launch.py, forkserver.py and

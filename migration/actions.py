@@ -6,20 +6,23 @@ records and requests in, and asks the table what to do. Control thread only, so 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from statistics import median
 from typing import Any
 
+from migration.arms import boundary
 from migration.config import Config
 from migration.errors import UserError
-from migration.groups import start_store
+from migration.stores import start_store
 from migration.move import MoveTally
 from migration.options import Options
 from migration.plan import Roster
 from migration.protocol import Action, Event, Phase
 from migration.record import MoveRecord, RunRecord
 from migration.requests import RequestServer
-from migration.schedule import Pending, Schedule, spread_connects
+from migration.schedule import Pending, connects_per_boundary, spread_connects
 from migration.timeline import Timeline
 from migration.watch import Watch
 from migration.world import World
@@ -37,7 +40,7 @@ class Actions:
         self._on_end, self._address = on_end, address
         self._tally = MoveTally(roster, require_bitwise=options.require_bitwise)
         self._record = RunRecord(config=config, run=options.run, timeline=timeline, progress_s=options.progress_s)
-        self._schedule = Schedule(options.vacate, hold=options.hold, lead=options.lead)
+        self._schedule = options.schedule()
         self._watch = Watch(world.size, beat_s=_BEAT_S, heartbeat_timeout_s=options.heartbeat_timeout_s)
         self._server = RequestServer(options.run, address, term, world.rank)
         self._store: Any = None  # of the generation being built; dropping it ends every member's wait on it
@@ -47,7 +50,10 @@ class Actions:
         self._current: Pending | None = None
         self._move: MoveRecord | None = None
         self._positions: dict[int, int] = {}
+        self._may_be_closed = False  # old communicators of the move under way: members were told to make room
         self._unconnected: set[str] = set()  # prepared groups of the move under way that can be connected ahead
+        self._connect_s = 0.0  # the longest that connecting one of them took a member before
+        self._times_s: deque[float] = deque(maxlen=5)  # of the last iterations
         self._ended = False
 
     # ---- speaking
@@ -103,38 +109,46 @@ class Actions:
 
     def _send_prepare(self) -> None:
         self._watch.set_deadline(self.options.prepare_deadline_s, "preparation")
-        self._unconnected = set()
+        self._unconnected, self._may_be_closed = set(), False
         self._start_store(self._tell_to_prepare)
 
     def _tell_to_prepare(self) -> None:
-        assert self._tally.plan is not None
-        self._to_members("PREPARE", plan=self._tally.plan.to_json(), generation=self._tally.generation + 1,
+        assert self._tally.plan is not None and self._current is not None
+        self._to_members("PREPARE", arm=self._current.arm_name, plan=self._tally.plan.to_json(), generation=self._tally.generation + 1,
                          store=[self._address, self._store.port], timeout_s=self.options.prepare_deadline_s)
 
     def _propose_position(self) -> None:
         """Two iterations past the furthest slot, not before the one that was asked for, and not past another's hold."""
         assert self._current is not None
         self._drop_store()
-        last = self.options.last_iteration(self.config.iterations) - 1
+        last, arm = self.options.last_iteration(self.config.iterations) - 1, self._current.arm
         before = self._tally.position
         furthest = max(self._positions.get(r, 0) for r in self._tally.roster.holders)
+        per_boundary = connects_per_boundary(len(self._unconnected), connect_s=self._connect_s,
+                                             iteration_s=median(self._times_s or (0.0,)))
         if self._current.hold is not None and before is None:
-            position = self._current.hold
+            position = arm.last_position(self._current.hold)
         else:
-            position = min(max(furthest + 2 + len(self._unconnected), self._current.request.iteration or 0), last)
+            position = min(max(furthest + 2 - (-len(self._unconnected) // per_boundary), self._current.earliest), last)
             hold = self._schedule.next_hold(furthest)
-            position = position if hold is None else min(position, hold)
+            position = position if hold is None else min(position, arm.last_position(hold))
         if before is not None and position <= before:
             self._take_event(Event.JOB_ENDED, "training ends before the move could take effect")
             return
         self._watch.set_deadline(self.options.switch_deadline_s, "agreeing on the position")
-        connects = spread_connects(self._unconnected, furthest + 2, position)
-        self._tally.propose(position, first_stop=min([position, *(at for _, at in connects)]))
+        connects = [] if arm.stops_first else spread_connects(self._unconnected, furthest + 2, position,
+                                                                  per_boundary)
+        first_stop = min([arm.stop(position), *(boundary(at) for _, at in connects if at != position)])
+        self._tally.propose(position, first_stop)
         self._to_members("PROPOSE", position=position, connects=connects)
 
     def _send_switch(self) -> None:
         self._watch.clear_deadline()  # starts anew with the first arrival: until then everybody trains
-        self._to_members("SWITCH", position=self._tally.position)
+        self._to_members("SWITCH", position=self._tally.position, room=bool(self._tally.rooms))
+
+    def _send_park(self) -> None:
+        self._may_be_closed = "lazy" in self._tally.rooms
+        self._to_members("PARK")
 
     def _send_commit(self) -> None:
         assert self._move is not None
@@ -145,15 +159,24 @@ class Actions:
     def _send_abort(self) -> None:
         assert self._current is not None
         self._drop_store()
-        self._watch.set_deadline(self.options.switch_deadline_s, "the acknowledgement of the abort")
         self._say(f"move {self._current.text} aborted: {self._tally.reason}")
-        self._to_members("ABORT", reason=self._tally.reason, release=self._hold_to_release())
+        if self._may_be_closed:
+            self._watch.set_deadline(self.options.prepare_deadline_s, "rebuilding closed communicators after the abort")
+            self._start_store(lambda: self._tell_to_abort([self._address, self._store.port]))
+        else:
+            self._watch.set_deadline(self.options.switch_deadline_s, "the acknowledgement of the abort")
+            self._tell_to_abort(None)
+
+    def _tell_to_abort(self, store: list[Any] | None) -> None:
+        """`store`: fresh, for members to meet at who closed their old communicators to make room for new ones."""
+        self._to_members("ABORT", reason=self._tally.reason, release=self._hold_to_release(), store=store)
 
     def _retire_generation(self) -> None:
         self._to_members("RETIRE")
 
     def _finish_move(self) -> None:
         assert self._move is not None
+        self._drop_store()
         self._watch.clear_deadline()
         self.world.urgent = False
         self._record.finish(self._move, self._tally)

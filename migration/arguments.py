@@ -6,6 +6,9 @@ import os
 import time
 from typing import NoReturn
 
+from migration.acceptance import DEFAULTS, NONE, parse_limits
+from migration.arms import ARMS, get_arms
+from migration.communicators.nccl_policy import parse_pins
 from migration.config import Config, apply_settings
 from migration.errors import UserError
 from migration.faults import parse_fault
@@ -70,11 +73,25 @@ def build_parser() -> Parser:
                        "prepared, so that it takes effect exactly there")
     moves.add_argument("--lead", type=int, default=10, metavar="N", help="start to prepare N iterations ahead "
                        "(default: %(default)s)")
+    moves.add_argument("--arm", default="full", metavar="A[,B...]", help=f"how much is done beside training; moves take "
+                       f"them in turn: {', '.join(ARMS)} (default: %(default)s; see microbenchmark.md)")
+    moves.add_argument("--transfer-limit", type=float, default=0.0, metavar="MB/S", help="a leaver sends its state no "
+                       "faster than this while training goes on (default: no limit)")
     moves.add_argument("--require-bitwise", action="store_true", help="abort a move after which sums would have other "
                        "bits, instead of saying so")
-    moves.add_argument("--nccl-switch", default="auto", choices=("auto", "connected", "parked"), help="on GPUs: keep "
-                       "old and new communicators connected side by side, or park the old ones to make room (NCCL "
-                       "2.30.3); auto takes what memory allows (default: %(default)s)")
+    moves.add_argument("--accept", default="", metavar="NAME=SHARE,...", help="what a joiner must have of its leaver's "
+                       "matmul rate, used memory and bandwidth, else the move aborts (default: " + _default_limits()
+                       + "); none: don't measure")
+    moves.add_argument("--nccl-switch", default="auto", choices=("auto", "connected", "parked", "lazy"), help="on "
+                       "GPUs: keep old and new communicators connected side by side, or park the old ones to make room "
+                       "(NCCL 2.30.3), or close them (with --allow-lazy); auto takes what memory allows (default: "
+                       "%(default)s)")
+    moves.add_argument("--allow-lazy", action="store_true", help="where memory allows nothing better, old "
+                       "communicators may be closed before the commit; a move that aborts after that rebuilds them, "
+                       "and says so")
+    moves.add_argument("--nccl-pin", default="", metavar="NAME=VALUE,...", help="fix what decides in which order NCCL "
+                       "adds: ALGO=Ring,PROTO=Simple, MIN_CHANNELS, MAX_CHANNELS, MIN_CTAS, MAX_CTAS; sets NCCL's "
+                       "variables of these names on every process")
     moves.add_argument("--connect", default="ahead", choices=("ahead", "pause", "background"), help="on GPUs, where "
                        "memory allows old and new side by side: connect new communicators ahead of the pause, one "
                        "group an iteration, or in the pause, or on the prepare thread, which can deadlock (default: "
@@ -89,12 +106,20 @@ def build_parser() -> Parser:
                             help=f"{text} (default: %(default)g)")
     tests = parser.add_argument_group("for tests and experiments")
     tests.add_argument("--fault", action="append", default=[], metavar="KIND@SLOT:PHASE[#MOVE]", help="raise, kill, "
-                       "hang, corrupt or cancel at the joiner of SLOT in PREPARING, READY or SWITCHING; repeatable")
+                       "hang, corrupt or cancel at the joiner of SLOT in PREPARING, READY or SWITCHING, or slow in "
+                       "PREPARING; repeatable")
     tests.add_argument("--omit-state", action="append", default=[], metavar="KIND", help="leave out this kind of "
                        "state, to see the comparison fail; repeatable")
+    tests.add_argument("--leaver-steps", action="store_true", help="a leaver takes the optimizer step of the switchover "
+                       "too, and its state is compared with the joiner's; a difference ends the run")
     tests.add_argument("--slow-joiner", type=float, default=0.0, metavar="S", help="a joiner's preparation takes at "
                        "least S seconds")
     return parser
+
+
+def _default_limits() -> str:
+    return "; ".join(f"matmul={limits.matmul:g},memory={limits.memory:g},bandwidth={limits.bandwidth:g} on a {device}"
+                     for device, limits in DEFAULTS.items())
 
 
 def parse_run(argv: list[str]) -> tuple[Config, Options]:
@@ -108,7 +133,10 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         if iteration > last:
             raise UserError(f"--vacate {text}: the last iteration of the run is {last}")
     for text in args.fault:
-        parse_fault(text)
+        if parse_fault(text).kind == "slow" and args.accept == NONE:
+            raise UserError(f"--fault {text}: with --accept {NONE} nobody measures a joiner's speed")
+    for device in DEFAULTS:
+        parse_limits(args.accept, device)
     if args.save_at is not None and not 0 < args.save_at < config.iterations:
         raise UserError(f"--save-at {args.save_at}: must be an iteration between 1 and {config.iterations - 1}")
     if args.load and not os.path.isdir(args.load):
@@ -116,14 +144,22 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
     for name in ("prepare_deadline", "switch_deadline", "heartbeat_timeout", "orphan_timeout"):
         if not 0 < getattr(args, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0 s, and finite")
+    if not 0 <= args.transfer_limit < float("inf"):
+        raise UserError(f"--transfer-limit {args.transfer_limit:g}: must be 0 (none) or a number of MB/s")
+    parse_pins(args.nccl_pin)
+    if args.nccl_switch == "lazy" and not args.allow_lazy:
+        raise UserError("--nccl-switch lazy: closes old communicators before the commit, so that a move that aborts "
+                        "later must rebuild them; add --allow-lazy if that will do")
     if args.lead < 0:
         raise UserError(f"--lead {args.lead}: must be at least 0 iterations")
     run = args.run or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.profile}"
     return config, Options(
         run=os.path.abspath(run), hosts=tuple(args.hosts.split(",")) if args.hosts else (), vacate=tuple(args.vacate),
-        hold=args.hold, lead=args.lead, prepare_deadline_s=args.prepare_deadline,
+        hold=args.hold, lead=args.lead, arms=get_arms(args.arm), transfer_limit_bytes_s=args.transfer_limit * 1e6,
+        leaver_steps=args.leaver_steps, prepare_deadline_s=args.prepare_deadline,
         switch_deadline_s=args.switch_deadline, heartbeat_timeout_s=args.heartbeat_timeout,
         orphan_timeout_s=args.orphan_timeout, require_bitwise=args.require_bitwise, faults=tuple(args.fault),
-        save_at=args.save_at, switch=args.nccl_switch, connect=args.connect,
+        accept=args.accept, save_at=args.save_at, switch=args.nccl_switch, connect=args.connect, allow_lazy=args.allow_lazy,
+        pins=args.nccl_pin,
         load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state),
         slow_joiner_s=args.slow_joiner)

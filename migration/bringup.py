@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from migration.communicators.nccl_policy import describe_pins
 from migration.config import Config
 from migration.data import Samples, open_source
 from migration.errors import UserError
@@ -44,7 +46,7 @@ def bring_up(world: World, config: Config, options: Options) -> Started:
             _claim_run_folder(config, options)
         return {"host": own_host(rank, size, list(options.hosts)), "machine": socket.gethostname(),
                 "address": own_address(), "run": options.run, "data": found[0].source.digest,
-                "versions": collect_versions()}
+                "versions": {**collect_versions(), "NCCL variables": describe_pins(os.environ)}}
 
     world.start(hello)
     roster = initial_roster(tuple(h["host"] for h in world.hellos), config)

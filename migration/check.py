@@ -55,7 +55,7 @@ def parse_check(argv: list[str]) -> tuple[Config, Namespace]:
     parser.add_argument("--hosts", default="", metavar="H,H,...", help="as for a run (default: the real hosts)")
     parser.add_argument("--run", default="", help="folder that gets the figures as result.json (default: none)")
     parser.add_argument("--size-mib", type=float, default=0.0, metavar="MIB", help="of an all-reduce (default: 4 on "
-                        "CPUs, 64 on GPUs)")
+                        "CPUs, 64 on GPUs, 8 where processes share one)")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for each step; who isn't done by "
                         "then is named (default: %(default)g)")
     parser.add_argument("--slow-rank", type=int, default=-1, metavar="R", help="for tests: world rank R multiplies "
@@ -202,7 +202,7 @@ class Checker:
 
         from migration import check_measure, device
         from migration.communicators.makers import build_maker
-        from migration.groups import start_store
+        from migration.stores import start_store
         if self._world.rank == 0:
             self._server = start_store(self._address())
         if device.is_cpu():
@@ -221,7 +221,7 @@ class Checker:
 
     def _all_reduce(self, step: Record) -> dict[str, Any]:
         from migration import check_measure, device
-        from migration.groups import connect_store
+        from migration.stores import connect_store
         if self._store is None:
             self._store = connect_store(tuple(step["store"]), self._args.timeout)
         assert self._maker is not None

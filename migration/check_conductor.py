@@ -69,6 +69,13 @@ def _job_steps(config: Config) -> list[Step]:
     return [Step(do="all_reduce", kind=", ".join(names), groups=groups) for groups, names in kinds.items()]
 
 
+def default_bytes(rows: Sequence[ProcessRow]) -> int:
+    """Of an all-reduce: enough to fill a link; less where processes share a GPU, since they take turns on it."""
+    if rows[0].gpu is None:
+        return 4 * _MIB
+    return 64 * _MIB if len({(p.machine, p.gpu) for p in rows}) == len(rows) else 8 * _MIB
+
+
 class Conductor:
     """Goes through the steps and ends everybody. `size_bytes` of an all-reduce: 0 means one for the kind of device."""
 
@@ -140,7 +147,7 @@ class Conductor:
         return any((step.kind, group) in slow for group in step.groups)
 
     def _all_reduce_bytes(self) -> int:
-        return self._size_bytes or (4 * _MIB if self._rows[0].gpu is None else 64 * _MIB)
+        return self._size_bytes or default_bytes(self._rows)
 
     def on_record(self, record: Record) -> None:
         """A PONG, or that a process has DONE its part in a step, or FAILED in it."""

@@ -54,6 +54,7 @@ class Config:
     decay_iterations: int = 2000
     weight_decay: float = 0.01
     clip_grad: float = 1.0
+    per_token_loss: bool = False  # average over tokens at the end of the reduction, not over micro-batches
     # parallel form
     sequence_parallel: bool = False
     recompute: bool = False

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from migration.acceptance import Acceptance, Figures
 from migration.actions import Actions
 from migration.config import Config
 from migration.errors import UserError
@@ -65,6 +66,7 @@ class Controller(Actions):
     def _on_progress(self, record: Record) -> None:
         self._positions[record["from"]] = record["iteration"]
         if "loss" in record:
+            self._times_s.append(record["time_s"])
             self._record.progress(record, self._tally.generation, self._phase_text())
 
     def _phase_text(self) -> str:
@@ -113,13 +115,27 @@ class Controller(Actions):
 
     def _on_report(self, record: Record) -> None:
         member, report = record["from"], Report(record["report"])
-        position = record["value"] if report is Report.REFUSED else record.get("position", -1)
+        position = (record["value"] + 1) // 2 if report is Report.REFUSED else record.get("position", -1)
         self._positions[member] = max(self._positions.get(member, -1), position)
         if self._move is not None and record["move"] == self._tally.number:
             self._unconnected.update(record.get("connect", ()))
+            self._connect_s = max(self._connect_s, record.get("connect_s", 0.0))
             self._move.take(report, record, self.timeline.clock())
+            if record.get("figures") and self._is_unfit(member, Figures(**record["figures"])):
+                return
         self._act(self._tally.report(report, member, record["move"], record["value"],
-                                     record.get("probes")))
+                                     record.get("probes"), record.get("room", "")))
+
+    def _is_unfit(self, member: int, figures: Figures) -> bool:
+        """Whether a leaver's or joiner's figures have just ended the move."""
+        if self._tally.phase is not Phase.PREPARING:
+            return False
+        told, wrong = self._acceptance.take(member, figures)
+        if told:
+            self.timeline.add_event("acceptance", told, self._tally.number)
+        if wrong:
+            self._take_event(Event.MEMBER_FAILED, wrong)
+        return bool(wrong)
 
     # ---- the clock
 
@@ -184,6 +200,7 @@ class Controller(Actions):
             self._release(self._hold_to_release())
             self._current = None
             return
+        self._acceptance = Acceptance(plan, self._tally.roster.hosts, self.options.accept)
         self._move = MoveRecord(request=pending.text, plan=plan, term=self.term, requested_s=self.timeline.clock())
         self._act(self._tally.request(plan))
 
@@ -199,6 +216,9 @@ class Controller(Actions):
             raise UserError(f"vacate {text}: the last iteration of the run is {last}")
         if self._tally.phase is Phase.TRAINING:
             plan_move(self._tally.roster, request)
+        if request.iteration is None and self._schedule.next_arm.stops_first:
+            raise UserError(f"vacate {text}: arm {self._schedule.next_arm.name} needs an iteration that all know from the "
+                            "start; give it with --vacate")
         self.timeline.add_event("request", f"{text} ({origin})")
         return self._schedule.add(text).id
 

@@ -2,7 +2,8 @@
 
 `KIND@SLOT:PHASE[#MOVE]` fires once in a process, at the joiner that takes SLOT, in PREPARING, READY or SWITCHING:
 raise (an exception), kill (SIGKILL to itself), hang (never goes on), corrupt (wrong bits: of the probe, of the
-acknowledged position, of the received state), cancel (asks the controller to cancel the move).
+acknowledged position, of the received state), cancel (asks the controller to cancel the move), slow (in PREPARING: it
+multiplies matrices SLOWDOWN times slower).
 """
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from migration.errors import MoveFailed, UserError
 
 _KILL_AFTER_S = 0.5
 
-KINDS = ("raise", "kill", "hang", "corrupt", "cancel")
+KINDS = ("raise", "kill", "hang", "corrupt", "cancel", "slow")
+SLOWDOWN = 100
 PHASES = ("PREPARING", "READY", "SWITCHING")
 
 
@@ -43,6 +45,8 @@ def parse_fault(text: str) -> Fault:
     if not match or match[1] not in KINDS or match[3] not in PHASES:
         raise UserError(f"--fault {text}: write it as KIND@SLOT:PHASE[#MOVE], such as raise@2:PREPARING; kinds are "
                         f"{', '.join(KINDS)}, phases {', '.join(PHASES)}")
+    if match[1] == "slow" and match[3] != "PREPARING":
+        raise UserError(f"--fault {text}: a joiner's speed is measured in PREPARING only")
     return Fault(kind=match[1], slot=int(match[2]), phase=match[3], text=text,
                  move=None if match[4] is None else int(match[4]))
 
@@ -56,7 +60,8 @@ class Faults:
         self._lock = threading.Lock()
 
     def fire(self, phase: str, slot: int, move: int) -> str:
-        """Called at a joiner's fault point. Returns the kind for the caller to act on: hang, corrupt, cancel, or ''.
+        """Called at a joiner's fault point. Returns the kind for the caller to act on: hang, corrupt, cancel, slow, or
+        ''.
 
         Raises InjectedFault for `raise`; `kill` is a hang that ends soon.
         """

@@ -9,65 +9,39 @@ Knows nothing of MPI, of the protocol, or of what moves.
 from __future__ import annotations
 
 import gc
-import queue
 import threading
 import time
 from collections.abc import Iterable
-from datetime import timedelta
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 
 from migration.communicators.base import Communicator
+from migration.communicators.closer import Closer
 from migration.communicators.makers import GlooMaker, Maker
-from migration.communicators.sandbox import SandboxCommunicator
 from migration.errors import MoveFailed
+from migration.handles import Handles
+from migration.stores import connect_store
 from third_party.pytorch import process_group as wiring
 
 
-def start_store(host: str) -> dist.TCPStore:
-    """The store that bootstraps one generation, served by the controller's process and needed only meanwhile.
-
-    Dropping it ends every wait on it, at every member: that is how a half-built generation is aborted.
-    """
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-
-
-def connect_store(address: tuple[str, int], timeout_s: float) -> dist.TCPStore:
-    host, port = address
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-
-
-class Groups:
+class Groups(Handles):
     """Every handle of this process, their live communicators, and those of the generation being prepared.
 
-    One object in a process, since torch keeps a backend's creator for ever. `maker` makes the real ones.
+    `maker` makes the real ones.
     """
 
     def __init__(self, device: torch.device, maker: Maker | None = None) -> None:
+        super().__init__()
         self.device = device
         self._maker = maker or GlooMaker()
-        self.handles: dict[str, wiring.MigratableGroup] = {}
         self._live: dict[str, Communicator] = {}
         self._next: dict[str, Communicator] = {}
+        self._next_lock = threading.Lock()
+        self._is_aborting = False  # the generation being prepared: nothing may be added to it any more
         self._solo: Communicator | None = None
-        self._closer = _Closer()
-        wiring.register(self._create_handle)
-
-    # ---- handles
-
-    def _create_handle(self, name: str, group_rank: int, slots: tuple[int, ...]) -> wiring.MigratableGroup:
-        handle = wiring.MigratableGroup(name, group_rank, slots)
-        communicator = SandboxCommunicator(name, slots, group_rank)
-        communicator.prepare()
-        handle.inner = communicator.inner
-        self.handles[name] = handle
-        return handle
-
-    def open(self, slot: int, job_size: int) -> None:
-        """Make torch's world as `slot` of `job_size`: handles only, in a sandbox. Nobody else is needed."""
-        assert not self.handles, "the handles of another slot are still open"
-        dist.init_process_group(wiring.BACKEND, store=dist.HashStore(), rank=slot, world_size=job_size)
+        self._closer = Closer()
 
     def close(self) -> None:
         """Forget the slot: drop torch's world and close every live communicator in the background."""
@@ -81,15 +55,14 @@ class Groups:
     @property
     def num_communicators(self) -> int:
         """Communicators held: live, being prepared, and not yet closed."""
-        return len(self._live) + len(self._next) + self._closer.num_waiting + (self._solo is not None)
+        return len(self.communicators) + self._closer.num_waiting + (self._solo is not None)
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Live ones and those being prepared, but for the one of the groups of one."""
+        return [*self._live.values(), *self._next.values()]
 
     # ---- the next generation
-
-    def touched(self, slots: Iterable[int]) -> list[wiring.MigratableGroup]:
-        """Handles of more than one slot with a member in `slots`, in the order that is one on all members."""
-        wanted = set(slots)
-        found = [h for h in self.handles.values() if h.size() > 1 and wanted.intersection(h.slots)]
-        return sorted(found, key=lambda h: (len(h.name), h.name))  # torch's names are running numbers
 
     def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float) -> str:
         """Stage 1: build the next generation's communicators of the groups touched by `slots`, one after the other.
@@ -104,15 +77,22 @@ class Groups:
             for handle in handles:
                 communicator = self._maker.make(f"g{generation}/{handle.name}", handle.slots, handle.rank(),
                                                 num_groups=len(handles))
-                self._next[handle.name] = communicator  # before it is prepared, so that `abort_next` can end that too
+                self._add_next(handle.name, communicator)  # before it is prepared: `abort_next` can end that too
                 communicator.prepare(store, timeout_s)
-                if generation and communicator.switch == "lazy":
-                    raise MoveFailed(f"group {handle.name}: the device lacks memory for a second connected one, "
-                                     "and this NCCL can't park the old one (2.30.3 can); free memory, or take it")
+                if generation and communicator.switch == "lazy" and not self._maker.allow_lazy:
+                    raise MoveFailed(f"group {handle.name}: the old one would have to be closed before the commit "
+                                     "(policy lazy): the device lacks memory for a second connected one, and this NCCL "
+                                     "can't park (2.30.3 can); free memory, take that NCCL, or --allow-lazy")
                 self._maker.connect_ahead(communicator)
                 if communicator.probes_when_prepared:
                     communicator.probe(self.device)
         return _join(self._next.values(), when_prepared=True)
+
+    def _add_next(self, name: str, communicator: Communicator) -> None:
+        with self._next_lock:
+            if self._is_aborting:
+                raise MoveFailed(f"{communicator.name}: the move was aborted before it was prepared")
+            self._next[name] = communicator
 
     def learn_switches(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float) -> None:
         """A leaver's part in stage 1: what the others will do with the communicators it shares with them."""
@@ -120,17 +100,19 @@ class Groups:
             self._live[handle.name].switch = self._maker.agreed_switch(
                 f"g{generation}/{handle.name}", handle.slots, store, time.monotonic() + timeout_s)
 
-    def prepare_pair(self, name: str, store: dist.Store, group_rank: int, timeout_s: float,
-                     operation_timeout_s: float) -> Communicator:
-        """The two-member communicator of a leaver (rank 0) and its joiner (rank 1). Collective over the two.
+    def make_pair(self, name: str, group_rank: int) -> Communicator:
+        """Of a leaver (rank 0) and its joiner (rank 1). The caller can abort it at any time; `release_pair` frees it."""
+        return self._maker.make_pair(name, group_rank)
 
-        The caller owns it; `release_pair` frees it.
-        """
-        communicator = self._maker.make_pair(name, group_rank)
-        communicator.prepare(store, timeout_s, operation_timeout_s)
+    def prepare_pair(self, pair: Communicator, store: dist.Store, timeout_s: float, operation_timeout_s: float) -> None:
+        """Collective over the two. Raises RuntimeError when the other one doesn't come, or when `pair` is aborted."""
+        pair.prepare(store, timeout_s, operation_timeout_s)
         with self._maker.background():
-            communicator.activate()
-        return communicator
+            pair.activate()
+
+    def background(self) -> AbstractContextManager[object]:
+        """What a thread beside the training thread works in."""
+        return self._maker.background()
 
     def release_pair(self, communicator: Communicator) -> None:
         self._closer.close_all([communicator])
@@ -144,13 +126,11 @@ class Groups:
         """Names of prepared groups that can be connected ahead of the pause, old and new side by side."""
         return [name for name, communicator in self._next.items() if communicator.connects_ahead]
 
-    def describe_costs(self, stage: str) -> str:
-        """What a stage of the prepared communicators took, for the log; empty where no device memory is at stake."""
-        costs = {n: c.costs[stage] for n, c in self._next.items() if stage in c.costs}
-        switches = ", ".join(sorted({self._next[name].switch for name in costs}))
-        total = sum(c.seconds for c in costs.values()), sum(c.device_bytes for c in costs.values())
-        return (f"{stage} of {len(costs)} groups ({switches}): {total[0]:.3f} s, device memory {total[1] / 2**20:+.0f} "
-                "MiB on a GPU that others may use too") if costs else ""
+    def room(self, slots: Iterable[int]) -> str:
+        """How this process's old communicators make room, by the weakest: lazy, parked, or empty if none has to."""
+        old = {h.name: self._live[h.name] for h in self._old(slots)}  # a leaver's know what the others do
+        switches = {communicator.switch for communicator in {**old, **self._next}.values()}
+        return next((switch for switch in ("lazy", "parked") if switch in switches), "")
 
     def connect(self, names: Iterable[str]) -> None:
         """Stage 2 ahead of the pause, by the training thread. Collective over each of these groups."""
@@ -158,19 +138,39 @@ class Groups:
             if name in self._next:
                 self._activate(self._next[name])
 
-    def activate(self) -> tuple[str, str]:
-        """Stage 2, at the boundary: park the old communicators and activate the new ones, group by group.
+    # Parking, resuming, rebuilding and activating are each one sweep over the groups in the order of `touched`, and the
+    # sweeps come one after the other. So every process works through a part of one global sequence of collective
+    # operations. Of those not done yet take the first: each of its members has done all that comes before, and is at it
+    # or on its way to it without waiting for anything else. So it gets done, whatever subsets the members belong to.
 
-        Collective over each group, where it parks or connects. Returns the (old, new) probe digests of communicators
-        that aren't probed when prepared; empty if there are none.
+    def _old(self, slots: Iterable[int]) -> list[wiring.MigratableGroup]:
+        """Touched handles with a live communicator: a joiner has none."""
+        return [handle for handle in self.touched(slots) if handle.name in self._live]
+
+    def park(self, slots: Iterable[int]) -> str:
+        """At the boundary, on the leaver too: old communicators make room, as their policy says. Returns their probes.
+
+        Collective over each touched group, where it parks. Their handles refuse everything until `adopt` or `resume`.
         """
-        old = _join((self._live[name] for name in self._next if name in self._live), when_prepared=False)
-        for name, communicator in self._next.items():
-            if name in self._live:
-                self._live[name].switch = communicator.switch
-                self._live[name].park()
+        handles = self._old(slots)
+        old = _join((self._live[handle.name] for handle in handles), when_prepared=False)
+        for handle in handles:
+            communicator = self._live[handle.name]
+            if handle.name in self._next:
+                communicator.switch = self._next[handle.name].switch  # a leaver's was learned
+            if communicator.switch in ("parked", "lazy"):
+                handle.inner = wiring.NoGroup(f"{communicator.name} has made room for its successor")
+            communicator.park()
+        return old
+
+    def activate(self) -> str:
+        """Stage 2, at the boundary, after `park`: the new communicators. Collective over each group, where it connects.
+
+        Returns the probe digests of those that aren't probed when prepared; empty if there are none.
+        """
+        for communicator in self._next.values():
             self._activate(communicator)
-        return old, _join(self._next.values(), when_prepared=False)
+        return _join(self._next.values(), when_prepared=False)
 
     def _activate(self, communicator: Communicator) -> None:
         communicator.activate()
@@ -179,15 +179,11 @@ class Groups:
 
     def abort_next(self) -> None:
         """End every operation under way on prepared communicators. From any thread; `discard` frees them."""
-        for communicator in list(self._next.values()):
+        with self._next_lock:
+            self._is_aborting = True
+            communicators = list(self._next.values())
+        for communicator in communicators:
             communicator.abort()
-
-    def park(self, slots: Iterable[int]) -> str:
-        """A leaver's part in stage 2: park what the others park. Collective over each group. Returns the old probes."""
-        touched = [self._live[h.name] for h in self.touched(slots)]
-        for communicator in touched:
-            communicator.park()
-        return _join(touched, when_prepared=False)
 
     def adopt(self) -> tuple[int, int]:
         """The commit: handles point to the next generation. Returns (rebuilt, kept) groups.
@@ -221,68 +217,40 @@ class Groups:
         """After everybody has acknowledged the commit: close the old generation in the background, in one order."""
         self._closer.release()
 
-    def resume(self, slots: Iterable[int]) -> None:
-        """The move aborted at the boundary: the live communicators go on. Collective over each parked group."""
-        for handle in self.touched(slots):
-            if handle.name in self._live:  # a joiner has none
-                self._live[handle.name].resume()
+    def resume(self, slots: Iterable[int], store_address: tuple[str, int] | None = None,
+               timeout_s: float = 60.0) -> tuple[int, int]:
+        """The move aborted at the boundary: old communicators that made room go on; closed ones (`lazy`) are rebuilt.
+
+        Collective over each of these groups; `store_address` is where members meet to rebuild, each group within
+        `timeout_s`. Returns (rebuilt, those of them whose sums have other bits now), each group counted by its first
+        member. Raises RuntimeError when one can't go on: then the job can't.
+        """
+        handles = [handle for handle in self._old(slots) if isinstance(handle.inner, wiring.NoGroup)]
+        for communicator in self._next.values() if handles else ():
+            communicator.wait_aborted()  # the old ones need the memory
+        store, rebuilt = None, []
+        for handle in handles:
+            communicator = self._live[handle.name]
+            if communicator.needs_rebuild:
+                assert store_address is not None, f"{communicator.name} was closed, and there is no store to rebuild it"
+                store = store or connect_store(store_address, timeout_s)
+                before = communicator.probe_digest
+                communicator.rebuild(store, timeout_s)
+                rebuilt.append((handle.rank(), before == communicator.probe(self.device)))
+            else:
+                communicator.resume()
+            handle.inner = communicator.inner
+        firsts = [keeps_bits for group_rank, keeps_bits in rebuilt if group_rank == 0]
+        return len(firsts), firsts.count(False)
 
     def discard(self) -> None:
         """The move aborted: close what was prepared, in the background."""
-        self._closer.close_all(list(self._next.values()))
-        self._next.clear()
-
-    def shutdown(self) -> None:
-        """Close everything at the end of the run and wait for it."""
-        self._closer.stop()
+        with self._next_lock:
+            discarded = list(self._next.values())
+            self._next.clear()
+            self._is_aborting = False
+        self._closer.close_all(discarded)
 
 
 def _join(communicators: Iterable[Communicator], *, when_prepared: bool) -> str:
     return " ".join(c.probe_digest for c in communicators if c.probes_when_prepared is when_prepared)
-
-
-class _Closer:
-    """Closes communicators on a thread of its own: a destructor takes about 40 ms, which training needn't wait for."""
-
-    def __init__(self) -> None:
-        self._held: list[Communicator] = []
-        self._queue: queue.SimpleQueue[Communicator | None] = queue.SimpleQueue()
-        self._num_queued = 0
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def num_waiting(self) -> int:
-        with self._lock:
-            return len(self._held) + self._num_queued
-
-    def hold(self, communicator: Communicator) -> None:
-        with self._lock:
-            self._held.append(communicator)
-
-    def release(self) -> None:
-        with self._lock:
-            held, self._held = self._held, []
-        self.close_all(held)
-
-    def close_all(self, communicators: list[Communicator]) -> None:
-        if communicators and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="closer", daemon=True)
-            self._thread.start()
-        with self._lock:
-            self._num_queued += len(communicators)
-        for communicator in communicators:
-            self._queue.put(communicator)
-
-    def _run(self) -> None:
-        while (communicator := self._queue.get()) is not None:
-            communicator.close()
-            del communicator
-            with self._lock:
-                self._num_queued -= 1
-
-    def stop(self) -> None:
-        self.release()
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(30.0)

@@ -40,12 +40,14 @@ def outstanding(chunks: list[Any]) -> list[str]:
 
 
 def get_bookkeeping(chunks: list[Any]) -> list[Any]:
-    """Per chunk and bucket group: is it the first batch, and how often each parameter's gradient becomes ready."""
+    """Per chunk and bucket group: is it the first batch, how often each parameter's gradient becomes ready, and how
+    often it has in this iteration, from which the first batch learns."""
     result = []
     for chunk in chunks:
         names = {p: n for n, p in chunk.named_parameters()}
         result.append([[bool(g.is_first_batch),
-                        sorted([names[p], c] for p, c in g.golden_per_param_grad_ready_counts.items())]
+                        sorted([names[p], c] for p, c in g.golden_per_param_grad_ready_counts.items()),
+                        sorted([names[p], c] for p, c in g.per_param_grad_ready_counts.items())]
                        for g in bucket_groups(chunk)])
     return result
 
@@ -53,10 +55,10 @@ def get_bookkeeping(chunks: list[Any]) -> list[Any]:
 def set_bookkeeping(chunks: list[Any], value: list[Any]) -> None:
     for chunk, rows in zip(chunks, value, strict=True):
         parameters = dict(chunk.named_parameters())
-        for group, (first, golden) in zip(bucket_groups(chunk), rows, strict=True):
+        for group, (first, golden, counts) in zip(bucket_groups(chunk), rows, strict=True):
             group.is_first_batch = first
             group.golden_per_param_grad_ready_counts = {parameters[n]: c for n, c in golden}
-            group.per_param_grad_ready_counts = {}
+            group.per_param_grad_ready_counts = {parameters[n]: c for n, c in counts}
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
@@ -115,3 +117,97 @@ def forget_globals() -> None:
     """Undo initialize_model_parallel, so that this process can take another slot later."""
     from megatron.core import parallel_state
     parallel_state.destroy_model_parallel()
+
+
+# ---- gradients, at the cut before an optimizer step
+
+
+def gradient_shards(chunks: list[Any]) -> dict[str, torch.Tensor]:
+    """Reduced gradients that this slot's step reads, flat, by bucket: its shard, or all without the distributed
+    optimizer."""
+    found = {}
+    for i, chunk in enumerate(chunks):
+        for j, group in enumerate(bucket_groups(chunk)):
+            for k, bucket in enumerate(group.buckets):
+                data = bucket.grad_data.view(-1)
+                if group.ddp_config.use_distributed_optimizer:
+                    size = data.numel() // group.intra_distributed_optimizer_instance_size
+                    data = data.narrow(0, size * group.intra_distributed_optimizer_instance_rank, size)
+                found[f"{i}.{j}.{k}"] = data
+    return found
+
+
+def reduced_buckets(chunks: list[Any]) -> list[str]:
+    """Names, as in `gradient_shards`, of buckets whose reduction was started and is done, while the backward runs.
+
+    From any thread; those whose reduction has been waited for already are not among them.
+    """
+    found = []
+    for i, chunk in enumerate(chunks):
+        for j, group in enumerate(bucket_groups(chunk)):
+            handle = group.grad_reduce_handle
+            if handle is not None and handle.works and all(work.is_completed() for work in handle.works):
+                found += [f"{i}.{j}.{k}" for k in range(len(group.buckets))]
+    return found
+
+
+def late_ranges(chunks: list[Any]) -> dict[str, list[tuple[int, int]]]:
+    """By bucket, element ranges of its shard that Megatron changes after the reduction, in finalize_model_grads.
+
+    Gradients of embeddings, which may be tied over stages, and of layer norms under sequence parallelism.
+    """
+    shards = gradient_shards(chunks)
+    found: dict[str, list[tuple[int, int]]] = {name: [] for name in shards}
+    for i, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            if "embedding" in name or "output_layer" in name or getattr(parameter, "sequence_parallel", False):
+                gradient = parameter.main_grad
+                for bucket, shard in shards.items():
+                    first = (gradient.data_ptr() - shard.data_ptr()) // shard.element_size()
+                    start, end = max(first, 0), min(first + gradient.numel(), shard.numel())
+                    if bucket.startswith(f"{i}.") and start < end:
+                        found[bucket].append((start, end))
+    return found
+
+
+def gradient_buffers(chunks: list[Any]) -> list[torch.Tensor]:
+    """The whole gradient buffers of all chunks."""
+    return [b.grad_data for chunk in chunks for b in list(chunk.buffers) + list(chunk.expert_parallel_buffers)]
+
+
+def attach_gradients(optimizer: Any) -> None:
+    """Let each main parameter's `grad` be what the next step reads, as the step itself does first. Copies nothing
+    where gradients are reduced in fp32."""
+    for inner in inner_optimizers(optimizer):
+        if hasattr(inner, "_copy_model_grads_to_main_grads"):
+            inner._copy_model_grads_to_main_grads()
+        else:
+            for group in inner.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = parameter.main_grad
+
+
+def step_inner(optimizer: Any) -> None:
+    """The bare Adam step, of parameters that have a `grad`: same kernels as in Megatron's step, no collectives."""
+    for inner in inner_optimizers(optimizer):
+        inner.optimizer.step()
+
+
+def step_alone(optimizer: Any, clip_grad: float, grad_norm: float, stepped: bool) -> None:
+    """Megatron's step with a norm that others have found: what it changes is what the bare step changes. Groups must be
+    isolated; parameters of the model aren't updated."""
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    for inner in inner_optimizers(optimizer):
+        inner.prepare_grads()
+        if stepped and clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(inner.get_parameters(), max_norm=clip_grad, total_norm=grad_norm)
+    if stepped:
+        step_inner(optimizer)
+
+
+def prepare_for_step(chunks: list[Any]) -> None:
+    """What the end of the reduction leaves behind in the bookkeeping of a chunk's buckets."""
+    for chunk in chunks:
+        for group in bucket_groups(chunk):
+            group.param_gather_dispatched = False
+

@@ -65,6 +65,9 @@ class Job:
                                  num_microbatches=config.num_microbatches, dp=config.dp,
                                  dp_rank=parallel_state.get_data_parallel_rank())
         self.iteration = 0
+        self.micro_losses: list[torch.Tensor] | None = None  # of this slot's micro-batches, at the cut only
+        self.grad_norm = float("nan")  # of the last step
+        self.stepped = True  # whether the last step was taken, or skipped for an overflow
         self.history = History()
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._data_group = parallel_state.get_data_parallel_group()
@@ -79,6 +82,14 @@ class Job:
 
     def run_iteration(self) -> IterationResult:
         """One optimizer step on the next global batch. Collective over the job."""
+        self.compute_gradients()
+        return self.take_step()
+
+    def compute_gradients(self) -> None:
+        """Forward and backward passes of the next global batch and the reduction of gradients. Collective over the job.
+
+        Afterwards the job is at the cut: state, gradients and `micro_losses` are all that `take_step` reads.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -89,15 +100,21 @@ class Job:
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=self.config.num_microbatches, seq_length=self.config.seq_length,
             micro_batch_size=self.config.micro_batch_size, forward_only=False)
-        stepped, grad_norm, _ = self.optimizer.step()
-        if stepped:
+        self.micro_losses = [row["loss"] for row in outputs] if self.is_last_stage else []
+
+    def take_step(self) -> IterationResult:
+        """The rest of the iteration, from the cut on. Collective over the job."""
+        assert self.micro_losses is not None, "take_step follows compute_gradients"
+        self.stepped, grad_norm, _ = self.optimizer.step()
+        if self.stepped:
             self.scheduler.step(increment=self.config.global_batch_size)
-        loss = self._mean_loss(outputs)
+        self.grad_norm = float("nan") if grad_norm is None else float(grad_norm)
+        loss = self._mean_loss(self.micro_losses)
+        self.micro_losses = None
         self.cursor.advance()
         self.iteration += 1
-        self._remember(loss, stepped)
-        return IterationResult(loss=loss, grad_norm=float("nan") if grad_norm is None else float(grad_norm),
-                               skipped=not stepped)
+        self._remember(loss, self.stepped)
+        return IterationResult(loss=loss, grad_norm=self.grad_norm, skipped=not self.stepped)
 
     def _batches(self) -> Any:
         for tokens in self.cursor.microbatches():
@@ -110,14 +127,18 @@ class Job:
 
         def loss_func(losses: torch.Tensor) -> Any:
             loss = losses.float().mean()
-            return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
+            told = {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
+            if self.config.per_token_loss:
+                num_tokens = torch.tensor(losses.numel(), dtype=torch.int, device=self.device)
+                return losses.float().sum(), num_tokens, told
+            return loss, told
 
         return output, loss_func
 
-    def _mean_loss(self, outputs: list[Any]) -> float:
+    def _mean_loss(self, micro_losses: list[torch.Tensor]) -> float:
         if not self.is_last_stage:
             return float("nan")
-        loss = torch.stack([row["loss"] for row in outputs]).mean().reshape(1)
+        loss = torch.stack(micro_losses).mean().reshape(1)
         dist.all_reduce(loss, group=self._data_group)
         return float(loss.item()) / self.config.dp
 

@@ -14,9 +14,13 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from migration import preparation, switchover
+from migration import leader, preparation, proof, switchover
+from migration.acceptance import Figures
+from migration.arms import ARMS, boundary, cut
+from migration.communicators.base import Communicator
+from migration.costs import log_costs, take_costs
 from migration.errors import MoveFailed
 from migration.faults import Fault, Faults, hang
 from migration.groups import Groups
@@ -28,6 +32,8 @@ from migration.plan import MovePlan
 from migration.timeline import Timeline
 from migration.world import Record, World
 
+if TYPE_CHECKING:
+    from migration.job import Job
 
 _LAST_SENDS_S = 1.0
 
@@ -35,15 +41,20 @@ _LAST_SENDS_S = 1.0
 class Member:
     """One process of the world, with a slot or as a spare."""
 
-    def __init__(self, *, world: World, groups: Groups, timeline: Timeline, options: Options) -> None:
+    def __init__(self, *, world: World, groups: Groups, timeline: Timeline, options: Options, address: str) -> None:
+        """`address` is where other processes reach this one."""
+        self.address = address
         self.world, self.groups, self.timeline, self.options = world, groups, timeline, options
         self.slot: int | None = None
         self.generation = 0
         self.term, self.controller = 0, 0
         self.part: Part | None = None
+        self.job: Job | None = None  # of the slot, as its training thread showed it last
         self.started: Record | None = None
+        self.figures: Figures | None = None  # of this process, measured last; None: nobody wants them
         self._changed = threading.Condition()
-        self._position, self._begun = -1, False
+        self._stop, self._begun = -1, False  # the stop (arms.py) that training has come to, and whether it is past it
+        self._stopped_s = 0.0  # when it came there
         self._holds: set[int] = set()
         self._last_heard_s = time.monotonic()
         self._vacate_own_host = False
@@ -58,7 +69,7 @@ class Member:
     @property
     def position(self) -> int:
         """The iteration that the training thread is at, -1 without a slot."""
-        return self._position
+        return self._stop // 2
 
     # ---- speaking
 
@@ -77,9 +88,9 @@ class Member:
         """SIGUSR2: from a signal handler, so it only leaves a note for the control thread."""
         self._vacate_own_host = True
 
-    def hold_at(self, iterations: set[int]) -> None:
-        """Training waits at these iterations until the controller has settled the move meant for each."""
-        self._holds = set(iterations)
+    def hold_at(self, stops: set[int]) -> None:
+        """Training waits at these stops until the controller has settled the move meant for each."""
+        self._holds = set(stops)
 
     # ---- the control thread
 
@@ -140,7 +151,7 @@ class Member:
                 role, slot = "leaver" if a.leaver == self.world.rank else "joiner", a.slot
         assert slot is not None, f"world rank {self.world.rank} has no part in {record['plan']}"
         self.part = Part(number=record["move"], generation=record["generation"], plan=plan, role=role, slot=slot,
-                         store=tuple(record["store"]), prepare_timeout_s=record["timeout_s"])
+                         arm=ARMS[record["arm"]], store=tuple(record["store"]), prepare_timeout_s=record["timeout_s"])
         if role == "joiner":
             self.part.num_busy = 1  # its main thread, in standby.py, which starts the prepare thread
         else:
@@ -150,14 +161,16 @@ class Member:
         part, position, connects = self.part, record["position"], [(n, at) for n, at in record["connects"]]
         if part is None or part.number != record["move"]:
             return
-        first_stop = min([position, *(at for _, at in connects)])
+        before = part.position, part.connects
+        part.position, part.connects = position, tuple(connects)
         if part.role == "joiner":
             if not self._pass_ready_faults(part, position):
+                part.position, part.connects = before
                 return
-        elif self._position > first_stop or (self._position == first_stop and self._begun):
-            self.report(part, Report.REFUSED, self._position)
+        elif self._stop > part.first_stop or (self._stop == part.first_stop and self._begun):
+            part.position, part.connects = before
+            self.report(part, Report.REFUSED, self._stop)
             return
-        part.position, part.connects = position, tuple(connects)
         self.report(part, Report.ACCEPTED, position)
 
     def _pass_ready_faults(self, part: Part, position: int) -> bool:
@@ -174,7 +187,11 @@ class Member:
 
     def _on_switch(self, record: Record) -> None:
         if self.part is not None and self.part.number == record["move"] and not self.part.verdict:
-            self.part.verdict = "SWITCH"
+            self.part.verdict, self.part.makes_room = "SWITCH", record["room"]
+
+    def _on_park(self, record: Record) -> None:
+        assert self.part is not None and self.part.number == record["move"], record
+        self.part.may_park = True
 
     def _on_commit(self, record: Record) -> None:
         assert self.part is not None and self.part.number == record["move"], record
@@ -188,9 +205,9 @@ class Member:
             self.tell("REPORT", report=Report.ACKNOWLEDGED.value, move=record["move"], value=None)
             return
         part.verdict, part.reason = "ABORT", record["reason"]
+        part.rebuild_store = tuple(record["store"]) if record["store"] else None
         self.world.urgent = False
-        if part.pair is not None:
-            part.pair.abort()  # ends a transfer under way
+        part.end_pair()  # and a transfer under way
         if part.num_busy:
             self.groups.abort_next()  # ends a connection under way
         if part.num_busy == 0:
@@ -199,9 +216,14 @@ class Member:
     def _on_retire(self, record: Record) -> None:
         self.groups.retire()
         if self.part is not None and self.part.number == record["move"]:
-            if self.part.pair is not None:
-                self.groups.release_pair(self.part.pair)
+            self._release_pair(self.part)
             self.part = None
+
+    def _release_pair(self, part: Part) -> None:
+        if part.wire is not None:
+            part.wire.close()
+        if part.pair is not None:
+            self.groups.release_pair(part.pair)
 
     def _on_release(self, record: Record) -> None:
         self._holds.discard(record["release"])
@@ -221,14 +243,21 @@ class Member:
                 self._clean_up(part)
             self._changed.notify_all()
 
+    def give_pair(self, part: Part, pair: Communicator) -> None:
+        """Before it is prepared, so that an ABORT can end that too. Raises MoveFailed when one has come already."""
+        with self._changed:
+            if part.verdict == "ABORT":
+                raise MoveFailed(f"{pair.name}: the move was aborted before it was prepared")
+            part.pair = pair
+
     def _clean_up(self, part: Part) -> None:
         """Drop what was prepared for an aborted move, then acknowledge."""
+        log_costs(self.timeline, take_costs(self.groups), move=part.number, slot=part.slot)
         self.groups.discard()
-        if part.pair is not None:
-            self.groups.release_pair(part.pair)
+        self._release_pair(part)
         self.part = None
         self.timeline.add_event("phase", f"ABORTED: {part.reason}", part.number)
-        self.report(part, Report.ACKNOWLEDGED)
+        self.report(part, Report.ACKNOWLEDGED, rebuilt=part.rebuilt)
 
     def report_failure(self, part: Part, error: Exception) -> None:
         text = f"slot {part.slot} ({part.role}, world rank {self.world.rank}): {type(error).__name__}: {error}"
@@ -246,44 +275,70 @@ class Member:
                 self._changed.wait(1.0)
             return value
 
-    # ---- the boundary
+    def notify(self) -> None:
+        """Something has changed that a waiting thread looks at."""
+        with self._changed:
+            self._changed.notify_all()
 
-    def at_boundary(self, job: Any) -> bool:
+    # ---- the stops
+
+    def at_boundary(self, job: Job) -> bool:
         """Called by the training thread at the top of every iteration. Returns False if the slot has been handed over.
 
         Collective over the members of the move that switches here, if one does; otherwise it only takes a lock.
         """
-        while (part := self._wait_for_part(job.iteration)) is not None:
-            if part.position != job.iteration:
-                switchover.connect_ahead(self, part, job.iteration)
+        return self._stop_at(job, boundary(job.iteration))
+
+    def before_step(self, job: Job) -> bool:
+        """The same, called between the gradients' reduction and the optimizer's step."""
+        if not self._stop_at(job, cut(job.iteration)):
+            return False
+        part = self.part
+        if part is not None and part.sender is not None:
+            leader.hold_back(self, part)
+        return True
+
+    def _stop_at(self, job: Job, stop: int) -> bool:
+        self._stopped_s, self.job = self.timeline.clock(), job
+        part = self.part
+        is_over = part is not None and part.role == "joiner" and part.verdict == "COMMIT" and stop > part.stop
+        if is_over and not part.is_proven:
+            proof.tell_step(self, part, job)
+        leader.follow_step(self, part, stop)
+        while (part := self._wait_for_part(stop)) is not None:
+            if part.stop != stop:
+                switchover.connect_ahead(self, part, stop)
                 break
-            if not switchover.switch(self, part, job):
+            arrived_s = self._stopped_s if part.arm.stops_first else self.timeline.clock()
+            if not switchover.switch(self, part, job, arrived_s):
                 return False
             # once more: training may be held here for another move
         with self._changed:
             self._begun = True
         return True
 
-    def _wait_for_part(self, iteration: int) -> Part | None:
-        """The move for which something is to be done before `iteration`; None: the iteration has begun."""
+    def _wait_for_part(self, stop: int) -> Part | None:
+        """The move for which something is to be done at `stop`; None: training has gone on from there."""
         with self._changed:
-            self._position, self._begun = iteration, False
-            while self._must_wait(iteration):
+            self._stop, self._begun = stop, False
+            while self._must_wait(stop):
                 self._changed.wait(1.0)
+                if self.part is not None and self.part.sender is not None:
+                    self.part.sender.open(stop)  # it may have come meanwhile
             part = self.part
-            if part is not None and part.verdict == "SWITCH" and (part.position == iteration or part.due(iteration)):
+            if part is not None and part.verdict == "SWITCH" and (part.stop == stop or part.due(stop)):
                 part.num_busy += 1
                 return part
             self._begun = True
             return None
 
-    def _must_wait(self, iteration: int) -> bool:
+    def _must_wait(self, stop: int) -> bool:
         part = self.part
-        if part is not None and part.first_stop == iteration and part.verdict == "":
+        if part is not None and part.first_stop == stop and part.verdict == "":
             return True
-        if part is not None and part.position == iteration and part.verdict == "SWITCH":
+        if part is not None and part.stop == stop and part.verdict == "SWITCH":
             return False
-        return iteration in self._holds
+        return stop in self._holds
 
     def wait_retired(self) -> None:
         """A leaver stays until every stayer has acknowledged: only then may its old communicators go."""
@@ -292,22 +347,24 @@ class Member:
     def finished(self, num_iterations: int) -> None:
         """Training is over: no position is accepted any more."""
         with self._changed:
-            self._position, self._begun = num_iterations, True
+            self._stop, self._begun = boundary(num_iterations), True
 
     def enter_generation(self, part: Part) -> None:
         """The move is committed: this process holds the slot now, or none, in the next generation."""
         with self._changed:
             self.generation = part.generation
             self.slot = None if part.role == "leaver" else part.slot
+            if part.role == "leaver":
+                self.job = None
             if part.role == "joiner":
-                self._position, self._begun = part.position, False
+                self._stop, self._begun = part.stop, False
             part.num_busy -= 1
 
-    def apply_fault(self, phase: str, part: Part) -> bool:
-        """A joiner's fault point. Returns whether bits must be corrupted."""
+    def apply_fault(self, phase: str, part: Part) -> str:
+        """A joiner's fault point. Returns the kind of fault that the caller must bring about: corrupt, slow, or ''."""
         kind = self.faults.fire(phase, part.slot, part.number)
         if kind == "hang":
             hang()
         if kind == "cancel":
             self.tell("CANCEL")
-        return kind == "corrupt"
+        return kind

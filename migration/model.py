@@ -64,7 +64,7 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         pipeline_dtype=dtype, bf16=config.dtype == "bf16", fp16=config.dtype == "fp16",
         hidden_dropout=config.dropout, attention_dropout=config.dropout, deterministic_mode=True,
         bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False, calculate_per_token_loss=config.per_token_loss,
         # two sends between one pair of stages in one batch arrive in the wrong order on Gloo: one by one is right
         batch_p2p_comm=config.vpp == 1, overlap_p2p_comm=config.vpp > 1,
         recompute_granularity="full" if config.recompute else None,

@@ -16,16 +16,17 @@ class Report(Enum):
 
     PREPARED = "PREPARED"  # (old probe digest, new probe digest); None where there is none
     ACCEPTED = "ACCEPTED"  # the position
-    REFUSED = "REFUSED"  # the position it is at
+    REFUSED = "REFUSED"  # the stop that it has passed
+    HANDED_OVER = "HANDED_OVER"  # its transfers are complete; only in a move that makes room
     VERIFIED = "VERIFIED"  # digest of the state, of leavers and joiners; None of stayers
     ACKNOWLEDGED = "ACKNOWLEDGED"
     FAILED = "FAILED"  # the reason
 
 
 _EXPECTED_IN = {Phase.PREPARING: {Report.PREPARED}, Phase.READY: {Report.ACCEPTED, Report.REFUSED},
-                Phase.SWITCHING: {Report.VERIFIED}, Phase.COMMITTED: {Report.ACKNOWLEDGED},
-                Phase.ABORTED: {Report.ACKNOWLEDGED}, Phase.TRAINING: set()}
+                Phase.COMMITTED: {Report.ACKNOWLEDGED}, Phase.ABORTED: {Report.ACKNOWLEDGED}, Phase.TRAINING: set()}
 _ALL = {Report.PREPARED: Event.ALL_PREPARED, Report.ACCEPTED: Event.ALL_ACCEPTED,
+        Report.HANDED_OVER: Event.ALL_HANDED_OVER,
         Report.VERIFIED: Event.ALL_VERIFIED, Report.ACKNOWLEDGED: Event.ALL_ACKNOWLEDGED}
 
 
@@ -48,6 +49,8 @@ class MoveTally:
         self.reason = ""
         self._require_bitwise = require_bitwise
         self._machine = machine or Machine()
+        self.rooms: set[str] = set()  # how old communicators make room, by what members said: parked, lazy
+        self._to_make_room = False  # SWITCHING, and not all have handed over
         self._waiting: set[int] = set()
         self._probes: dict[int, tuple[str | None, str | None]] = {}
         self._digests: dict[int, str | None] = {}
@@ -74,17 +77,16 @@ class MoveTally:
             self.number += 1
             self.plan, self.position, self.reason, self.bits_kept = plan, None, "", True
             self._holders_before = self.roster.holders
-            self._probes, self._digests = {}, {}
+            self._probes, self._digests, self.rooms = {}, {}, set()
             self._waiting = self.members
         return actions
 
-    def propose(self, position: int, first_stop: int | None = None) -> None:
+    def propose(self, position: int, first_stop: int) -> None:
         """A (further) position was sent to everybody: their answers to an earlier one count for nothing.
 
-        `first_stop`: the first boundary at which something is to be done, where that is before the position; a member
-        that is past it refuses.
+        `first_stop`: the first stop (arms.py) at which something is to be done; a member that is past it refuses.
         """
-        self.position, self._first_stop = position, position if first_stop is None else first_stop
+        self.position, self._first_stop = position, first_stop
         self._waiting = self.members
 
     def event(self, event: Event, reason: str = "") -> tuple[Action, ...]:
@@ -114,17 +116,18 @@ class MoveTally:
         return self.event(Event.ALL_ACKNOWLEDGED) if not self._waiting else ()
 
     def report(self, report: Report, member: int, number: int, value: object = None,
-               probes: tuple[str | None, str | None] | None = None) -> tuple[Action, ...]:
+               probes: tuple[str | None, str | None] | None = None, room: str = "") -> tuple[Action, ...]:
         """Take a member's report on move `number`; returns what to do.
 
-        `probes`: (old, new) digests that came with VERIFIED, where communicators are probed only then.
+        `probes`: (old, new) digests that came with VERIFIED, where communicators are probed only then. `room` comes
+        with PREPARED: how its old communicators make room for the new ones; empty where they need not.
         """
         if number != self.number or self.plan is None:
             return ()
         if report is Report.FAILED:
             counts = self.phase is not Phase.TRAINING and member in self.members
             return self.event(Event.MEMBER_FAILED, str(value)) if counts else ()
-        if report not in _EXPECTED_IN[self.phase] or member not in self._waiting:
+        if report not in self._expected() or member not in self._waiting:
             return ()
         if report is Report.REFUSED:
             # several members may refuse one position; those that come after the next proposal don't speak of it
@@ -133,13 +136,21 @@ class MoveTally:
             return ()
         if report is Report.PREPARED:
             self._probes[member] = value
+            self.rooms.update({room} - {""})
         if report is Report.VERIFIED:
             self._digests[member] = value
             self._probes[member] = probes or self._probes[member]
         self._waiting.discard(member)
         return self._all_reported(report) if not self._waiting else ()
 
+    def _expected(self) -> set[Report]:
+        if self.phase is Phase.SWITCHING:
+            return {Report.HANDED_OVER if self._to_make_room else Report.VERIFIED}
+        return _EXPECTED_IN[self.phase]
+
     def _all_reported(self, report: Report) -> tuple[Action, ...]:
+        if report is Report.HANDED_OVER:
+            self._to_make_room, self._waiting = False, self.members
         if report in (Report.PREPARED, Report.VERIFIED):  # Gloo's are probed when prepared, NCCL's when connected
             different = self._slots_with_other_sums()
             self.bits_kept = self.bits_kept and not different
@@ -168,3 +179,4 @@ class MoveTally:
             self.generation += 1
         if self.phase is not Phase.TRAINING:
             self._waiting = self.members
+        self._to_make_room = self.phase is Phase.SWITCHING and bool(self.rooms)

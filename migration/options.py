@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from migration.schedule import Schedule
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -13,12 +15,18 @@ class Options:
     vacate: tuple[str, ...] = ()  # as the user wrote them, each with @ITERATION
     hold: bool = False  # training waits at the named iteration until the move is ready
     lead: int = 10  # iterations ahead of the named one at which preparation starts
+    arms: tuple[str, ...] = ("full",)  # names of arms (arms.py); moves take them in turn
+    transfer_limit_bytes_s: float = 0.0  # of a leaver, while training goes on; 0: none
+    leaver_steps: bool = False  # for the proof: the leaver takes the step of the cut too, and states are compared
     prepare_deadline_s: float = 300.0
     switch_deadline_s: float = 60.0
     heartbeat_timeout_s: float = 15.0
     orphan_timeout_s: float = 60.0
     require_bitwise: bool = False
-    switch: str = "auto"  # of NCCL communicators: see communicators/nccl_policy.py
+    accept: str = ""  # limits of a joiner's figures: see acceptance.py
+    switch: str = "auto"  # of communicators: see communicators/nccl_policy.py
+    allow_lazy: bool = False  # old communicators may be closed before the commit, and are rebuilt if the move aborts
+    pins: str = ""  # NAME=VALUE,... that fix the order of NCCL's sums, likewise
     connect: str = "ahead"  # when new ones are connected: ahead (by training, at boundaries), pause, background
     progress_s: float = 2.0  # pause between progress lines where the output isn't a terminal
     save_at: int | None = None  # stop before this iteration and save every slot's state in RUN/checkpoint
@@ -36,6 +44,6 @@ class Options:
         """The moves that can be checked beforehand: with injected faults, nobody knows which of them come about."""
         return () if self.faults else self.vacate
 
-    def vacate_iterations(self) -> set[int]:
-        """The iterations named by `vacate`."""
-        return {int(text.rpartition("@")[2]) for text in self.vacate}
+    def schedule(self) -> Schedule:
+        """The moves of the command line, none begun yet."""
+        return Schedule(self.vacate, hold=self.hold, lead=self.lead, arms=self.arms)

@@ -5,8 +5,11 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from migration.arms import Arm, boundary
 from migration.communicators.base import Communicator
 from migration.plan import MovePlan
+from migration.stream import Sender
+from migration.wire import Wire
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,28 +19,54 @@ class Part:
     number: int
     generation: int  # after the move
     plan: MovePlan
+    arm: Arm
     role: str  # leaver, joiner, stayer
     slot: int  # the own one, or the one to take
     store: tuple[str, int]
     prepare_timeout_s: float
-    position: int | None = None  # the boundary, once accepted
+    position: int | None = None  # once accepted: the first iteration that runs in the new generation as a whole
     connects: tuple[tuple[str, int], ...] = ()  # groups to connect ahead, and before which iteration each
     verdict: str = ""  # then SWITCH, then COMMIT or ABORT
     reason: str = ""
+    makes_room: bool = False  # said with SWITCH: old communicators are parked or closed before new ones are activated
+    may_park: bool = False  # every member has handed over; it counts even if an ABORT has come since
+    rebuild_store: tuple[str, int] | None = None  # said with ABORT, where old communicators may have been closed
+    rebuilt: tuple[int, int] = (0, 0)  # groups rebuilt, and those of them whose sums have other bits now
     num_busy: int = 0  # threads at work for it; the last one to leave an aborted part cleans up
-    pair: Communicator | None = None  # leaver and joiner
-    prepare_thread: threading.Thread | None = None
+    pair: Communicator | None = None  # of leaver and joiner, for bytes
+    wire: Wire | None = None  # of the same two, for words
+    sender: Sender | None = None  # a leaver's, where the state streams beside training
+    stream_done: threading.Event = field(default_factory=threading.Event)  # the stream thread has ended, well or not
+    prepare_thread: threading.Thread | None = None  # afterwards it is a leaver's stream thread
     warm: threading.Event = field(default_factory=threading.Event)  # a joiner's job is built and has run
+    is_proven: bool = False  # a joiner has told what its first step gave (proof.py)
+    bytes_per_s: float = 0.0  # from leaver to joiner, beside training
     wrong_probe: bool = False  # by a fault
 
     @property
-    def first_stop(self) -> int | None:
-        """The first boundary at which something is to be done; whoever comes there waits for the verdict."""
-        return None if self.position is None else min([self.position, *(at for _, at in self.connects)])
+    def stop(self) -> int | None:
+        """Where the membership changes."""
+        return None if self.position is None else self.arm.stop(self.position)
 
-    def due(self, iteration: int) -> list[str]:
-        """Groups to connect before `iteration`, in order; at the position itself the pause does it."""
-        return [name for name, at in self.connects if at == iteration != self.position]
+    @property
+    def first_stop(self) -> int | None:
+        """The first stop at which something is to be done; whoever comes there waits for the verdict."""
+        if self.position is None:
+            return None
+        return min([self.arm.stop(self.position), *(boundary(at) for _, at in self.connects if at != self.position)])
+
+    def due(self, stop: int) -> list[str]:
+        """Groups to connect at `stop`, in order; in the pause itself it is done anyway."""
+        return [name for name, at in self.connects if boundary(at) == stop and at != self.position]
+
+    def end_pair(self) -> None:
+        """End every wait of leaver and joiner for each other. From any thread."""
+        if self.sender is not None:
+            self.sender.stop_sending()
+        if self.wire is not None:
+            self.wire.close()
+        if self.pair is not None:
+            self.pair.abort()
 
     def tags(self, generation: int) -> dict[str, Any]:
         """What its spans carry; `generation` is the process's present one."""

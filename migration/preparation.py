@@ -1,20 +1,27 @@
 """PREPARING: the prepare thread builds the next generation's communicators beside training.
 
-One communicator at a time, in one order on all members. It lives only in PREPARING; a move that aborts meanwhile ends
-its waits, since the controller drops the store they wait on.
+One communicator at a time, in one order on all members. It lives only in PREPARING, but for a leaver's, which goes on
+to stream the state (leader.py); a move that aborts meanwhile ends its waits, since the controller drops the store they
+wait on.
 """
 from __future__ import annotations
 
+import dataclasses
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from migration import leader, wire
+from migration.check_measure import measure_pair, used_bytes
 from migration.communicators.base import OPERATION_TIMEOUT_S
-from migration.groups import connect_store
+from migration.stores import connect_store
+from migration.costs import longest_connect_s
 from migration.move import Report
 from migration.part import Part
 
 if TYPE_CHECKING:
     from migration.member import Member
+
+_CONNECT_S = 30.0  # both are known to be there
 
 
 def start(member: Member, part: Part) -> None:
@@ -30,12 +37,19 @@ def _run(member: Member, part: Part) -> None:
         if part.role == "joiner":
             part.warm.wait()
             new = "a fault" if part.wrong_probe else new
+        if part.role == "leaver" and part.arm.cuts:
+            leader.stream_state(member, part)
         if not part.verdict:
+            ahead = member.options.connect == "ahead" and not part.arm.stops_first
             member.report(part, Report.PREPARED, [old, new], position=member.position,
-                          connect=member.groups.unconnected if member.options.connect == "ahead" else [])
+                          connect=member.groups.unconnected if ahead else [], figures=_figures(member, part),
+                          connect_s=longest_connect_s(member.groups), room=member.groups.room(part.plan.slots))
+        if part.sender is not None and member.wait_for(lambda: part.verdict) == "SWITCH":
+            leader.finish_stream(member, part)
     except Exception as error:  # whatever it is, the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
     finally:
+        part.stream_done.set()
         member.leave(part)
 
 
@@ -56,7 +70,37 @@ def _build(member: Member, part: Part) -> tuple[str | None, str | None]:
             new = groups.prepare(part.generation, store, slots, timeout_s)
     if part.role != "stayer":
         with timeline.span("prepare_pair", "PREPARING", **part.tags(member.generation)):
-            # the joiner waits in it for the boundary, however far that is; what hangs there the controller aborts
-            part.pair = groups.prepare_pair(f"g{part.generation}/pair{part.slot}", store, int(part.role == "joiner"),
-                                            timeout_s, OPERATION_TIMEOUT_S)
+            _build_pair(member, part, store)
     return old, new
+
+
+def _build_pair(member: Member, part: Part, store: Any) -> None:
+    """What leaver and joiner have between them: a communicator for bytes, a wire for words. Collective over the two.
+
+    The communicator first: an abort ends the wait for it, and then both are there.
+    """
+    name, timeout_s, is_joiner = f"g{part.generation}/pair{part.slot}", part.prepare_timeout_s, part.role == "joiner"
+    listener = wire.Listener(store, name, member.address) if is_joiner else None
+    try:
+        # the joiner waits in it for the boundary, however far that is; what hangs there the controller aborts
+        pair = member.groups.make_pair(name, int(is_joiner))
+        member.give_pair(part, pair)
+        member.groups.prepare_pair(pair, store, timeout_s, OPERATION_TIMEOUT_S)
+        if member.figures is not None:  # before anything else is sent over it
+            with member.timeline.span("measure_pair", "PREPARING", **part.tags(member.generation)):
+                part.bytes_per_s = measure_pair(pair, member.groups.device)
+        part.wire = listener.accept(_CONNECT_S) if listener else wire.connect(store, name, _CONNECT_S)
+    finally:
+        if listener:
+            listener.close()
+    member.notify()
+
+
+def _figures(member: Member, part: Part) -> dict[str, object] | None:
+    """What a joiner is accepted by: its own and its leaver's. None from stayers."""
+    if member.figures is None or part.role == "stayer":
+        return None
+    if part.role == "leaver":
+        return dataclasses.replace(member.figures, used_bytes=used_bytes(member.groups.device)).to_json()
+    member.figures = dataclasses.replace(member.figures, bytes_per_s=part.bytes_per_s)
+    return member.figures.to_json()

@@ -4,6 +4,8 @@ harness.py owns the training loop; this file owns what every process has, whatev
 """
 from __future__ import annotations
 
+import dataclasses
+import os
 import signal
 import sys
 import threading
@@ -11,16 +13,24 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from migration import checkpoint, device, job, state
+from migration.acceptance import NONE
 from migration.bringup import Started
-from migration.communicators.makers import build_maker
+from migration.check_measure import measure_figures, measure_slots
+from migration.communicators.makers import Maker, build_maker
+from migration.communicators.nccl_policy import parse_pins
 from migration.config import Config
 from migration.controller import Controller
-from migration.groups import Groups, connect_store
+from migration.costs import log_costs, take_costs
+from migration.groups import Groups
 from migration.job import IterationResult, Job
 from migration.member import Member
 from migration.placement import take_gpu
 from migration.plan import Roster
+from migration.stores import connect_store
 from migration.timeline import Clock, Timeline
 from migration.world import Record, World
 
@@ -42,13 +52,15 @@ class Process:
             hosts=list(started.roster.hosts), clock=clock)
         self._tell_data()
         self._take_device()
-        self.groups = Groups(device.current_device(),
-                             build_maker(device.current_device(), self.options.switch,
-                                        connect_in_background=self.options.connect == "background"))
-        self.member = Member(world=world, groups=self.groups, timeline=self.timeline, options=self.options)
+        maker = build_maker(device.current_device(), self.options.switch, allow_lazy=self.options.allow_lazy,
+                            connect_in_background=self.options.connect == "background")
+        self._tell_communicators(maker)
+        self.groups = Groups(device.current_device(), maker)
+        self.member = Member(world=world, groups=self.groups, timeline=self.timeline, options=self.options,
+                             address=self._address())
         self.member.slot = started.roster.slot_of(world.rank)
-        if self.options.hold:
-            self.member.hold_at(self.options.vacate_iterations())
+        self.member.hold_at(self.options.schedule().holds)
+        self._measure()
         self._controller: Controller | None = None
         if world.rank == 0:
             self._controller = self._make_controller(started.roster, 0)
@@ -68,11 +80,34 @@ class Process:
 
     def _take_device(self) -> None:
         """Choose a GPU, and tell NCCL which host this is, before either is started in this process."""
+        self._shares_gpu = False
         if device.is_cpu():
             return
+        os.environ.update(parse_pins(self.options.pins))
         placed = take_gpu(self.world.hellos, self.world.rank)
         self.timeline.add_event("device", f"GPU {placed.device}, NCCL host id {placed.host_id or 'its own'}"
                                 + (" (shares the GPU with another process of its host)" if placed.shares_gpu else ""))
+        machines = [h["machine"] for h in self.world.hellos]
+        self._shares_gpu = machines.count(machines[self.world.rank]) > torch.cuda.device_count()
+
+    def _measure(self) -> None:
+        """What a joiner is compared with, should this process leave its slot; later that would disturb training."""
+        if self.options.accept != NONE:
+            self.member.figures = measure_figures(device.current_device(), is_shared=self._shares_gpu)
+
+    def _tell_communicators(self, maker: Maker) -> None:
+        """How communicators are made goes into the log, and to the user where there is something to know."""
+        told = maker.describe()
+        self.timeline.add_event("communicators", told)
+        if self.world.rank > 0:
+            return
+        if self.options.allow_lazy:
+            told += "; a move that aborts in its pause may have to rebuild the old ones (--allow-lazy)"
+        if not device.is_cpu() or self.options.allow_lazy:
+            sys.stdout.write(f"communicators: {told}\n")
+        if device.is_cpu() and self.options.pins:
+            sys.stdout.write("--nccl-pin has no effect without a GPU: Gloo adds in one order always\n")
+        sys.stdout.flush()
 
     def add_marks(self, marks: dict[str, float]) -> None:
         """Start-up spans from the times at which each part was done."""
@@ -96,6 +131,10 @@ class Process:
             self.groups.prepare(0, store, range(self.config.job_size), _START_TIMEOUT_S)
             self.groups.activate()
             self.groups.adopt()
+            if self.member.figures is not None:
+                self.member.figures = dataclasses.replace(
+                    self.member.figures, bytes_per_s=measure_slots(dist.group.WORLD, device.current_device()))
+        log_costs(self.timeline, take_costs(self.groups), move=-1, slot=slot)
         with self.timeline.span("broadcast", "STARTUP", slot=slot):
             made.broadcast_parameters()
         if self.options.load:
@@ -128,10 +167,13 @@ class Process:
     # ---- the control thread
 
     def _make_controller(self, roster: Roster, term: int) -> Controller:
-        one_machine = self._started.address == "127.0.0.1"
-        address = "127.0.0.1" if one_machine else self.world.hellos[self.world.rank]["address"]
         return Controller(world=self.world, config=self.config, options=self.options, roster=roster, term=term,
-                          timeline=self.timeline, address=address, on_end=self._on_end)
+                          timeline=self.timeline, address=self._address(), on_end=self._on_end)
+
+    def _address(self) -> str:
+        """Where other processes of the run reach this one."""
+        one_machine = self._started.address == "127.0.0.1"
+        return "127.0.0.1" if one_machine else self.world.hellos[self.world.rank]["address"]
 
     def _on_record(self, record: Record) -> None:
         if record["kind"] == "INHERIT":

@@ -29,6 +29,7 @@ class Event(Enum):
     ALL_PREPARED = "all members are prepared"
     POSITION_REFUSED = "a member is past the proposed position"
     ALL_ACCEPTED = "all members have accepted the position"
+    ALL_HANDED_OVER = "all members are at the position with every transfer complete: old communicators may make room"
     ALL_VERIFIED = "all members are at the position, and the digests are equal"
     DIGEST_DIFFERS = "the digests of a leaver and its joiner differ"
     MEMBER_FAILED = "a member reports that it can't go on with the move"
@@ -47,6 +48,7 @@ class Action(Enum):
     SEND_PREPARE = "tell the members to prepare"
     PROPOSE_POSITION = "propose a position two iterations past the furthest member"
     SEND_SWITCH = "tell the members to switch at the position"
+    SEND_PARK = "tell the members to park or close the old communicators, and to activate the new ones"
     SEND_COMMIT = "tell the members that the move is committed"
     SEND_ABORT = "tell the members that the move is aborted"
     RETIRE_GENERATION = "tell the members to close the old generation"
@@ -66,6 +68,8 @@ TABLE: dict[tuple[Phase, Event], tuple[Phase, tuple[Action, ...]]] = {
     (Phase.PREPARING, Event.ALL_PREPARED): (Phase.READY, (Action.PROPOSE_POSITION,)),
     (Phase.READY, Event.POSITION_REFUSED): (Phase.READY, (Action.PROPOSE_POSITION,)),
     (Phase.READY, Event.ALL_ACCEPTED): (Phase.SWITCHING, (Action.SEND_SWITCH,)),
+    # only where old communicators make room for new ones: all are told to park, or none, so that none waits in vain
+    (Phase.SWITCHING, Event.ALL_HANDED_OVER): (Phase.SWITCHING, (Action.SEND_PARK,)),
     (Phase.SWITCHING, Event.ALL_VERIFIED): (Phase.COMMITTED, (Action.SEND_COMMIT,)),
     (Phase.COMMITTED, Event.ALL_ACKNOWLEDGED): (Phase.TRAINING, (Action.RETIRE_GENERATION, Action.FINISH_MOVE)),
     # whatever goes wrong before the commit ends in the old generation, equal to the last bit

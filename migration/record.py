@@ -37,6 +37,8 @@ class MoveRecord:
     num_bytes: int = 0
     num_rebuilt: int = 0
     num_kept: int = 0
+    num_restored: int = 0  # groups closed to make room, and rebuilt since the move aborted (policy lazy)
+    num_other_bits: int = 0  # those of them whose sums have other bits now
 
     def take(self, report: Report, record: dict[str, Any], now_s: float) -> None:
         if report is Report.PREPARED:
@@ -48,11 +50,24 @@ class MoveRecord:
             self.num_bytes += record["bytes"]
             self.num_rebuilt += record["groups"][0]
             self.num_kept += record["groups"][1]
+        if report is Report.ACKNOWLEDGED and "rebuilt" in record:
+            self.num_restored += record["rebuilt"][0]
+            self.num_other_bits += record["rebuilt"][1]
+
+    @property
+    def restored(self) -> str:
+        """Said of an aborted move that couldn't leave the old communicators as they were; empty for all others."""
+        if not self.num_restored:
+            return ""
+        bits = f"{self.num_other_bits} of them sum in another order" if self.num_other_bits else "all sum as before"
+        return f"{self.num_restored} old groups, closed to make room (policy lazy), were rebuilt; {bits}"
 
     def columns(self, tally: MoveTally) -> dict[str, Any]:
         """The row of the log's `moves`. Downtime: from the last arrival at the position to the last resumption."""
         committed = bool(self.arrived_s)
         reason = tally.reason if not committed else ""
+        if self.restored:
+            reason += f"; {self.restored}"
         if not tally.bits_kept:
             reason += "sums on the new communicators have other bits than on the old ones"
         return {"move": tally.number, "request": self.request, "outcome": "COMMITTED" if committed else "ABORTED",
@@ -114,6 +129,8 @@ class RunRecord:
                      f"{tally.generation}, setup {columns['setup_s']:.2f} s, "
                      f"downtime {columns['downtime_s'] * 1e3:.0f} ms, {columns['bytes'] / 1e6:.2f} MB"
                      + (f"; {columns['reason']}" if columns["reason"] else ""))
+        elif move.restored:
+            self.say(f"move {move.request}: {move.restored}")
 
     def refuse(self, request: str, reason: str, generation: int, term: int) -> None:
         """A request that never became a move."""

@@ -8,6 +8,7 @@ a silent loss. Knows nothing of communicators or of the protocol.
 from __future__ import annotations
 
 import base64
+import bisect
 import hashlib
 import json
 import random
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from migration import internals
+from migration.digest import digest_tensors
 from migration.errors import StateMismatch
 
 if TYPE_CHECKING:
@@ -61,7 +63,16 @@ def _buffers(job: Job) -> Tensors:
 
 
 def _main_parameters(job: Job) -> Tensors:
-    return {name: parameter.data for name, parameter, _ in internals.adam_states(job.optimizer)}
+    """Those with memory of their own: in fp32 the optimizer steps the parameters themselves, or views of them."""
+    ends = {t.data_ptr(): t.data_ptr() + t.numel() * t.element_size() for t in _parameters(job).values()}
+    starts = sorted(ends)
+
+    def is_parameter(address: int) -> bool:
+        i = bisect.bisect(starts, address)
+        return i > 0 and address < ends[starts[i - 1]]
+
+    return {name: parameter.data for name, parameter, _ in internals.adam_states(job.optimizer)
+            if not is_parameter(parameter.data_ptr())}
 
 
 def _adam(job: Job, keys: tuple[str, ...]) -> Tensors:
@@ -159,13 +170,14 @@ def _other_generator(text: str) -> str:
 
 
 def _wrong_bookkeeping(value: list[Any]) -> list[Any]:
-    return [[[False, [[name, count + 1] for name, count in golden]] for _, golden in rows] for rows in value]
+    return [[[False, [[name, count + 1] for name, count in golden], []] for _, golden, _ in rows] for rows in value]
 
 
 KINDS: dict[str, Kind] = {
     "parameters": Kind(what="model parameters, or the buffers that they are views of", tensors=_parameters),
     "buffers": Kind(what="module buffers", tensors=_buffers, applies=lambda job: bool(_buffers(job))),
-    "main_parameters": Kind(what="what the optimizer steps: fp32 copies or shards", tensors=_main_parameters),
+    "main_parameters": Kind(what="what the optimizer steps, where it isn't the parameters: fp32 copies or shards",
+                            tensors=_main_parameters, applies=lambda job: bool(_main_parameters(job))),
     "moments": Kind(what="Adam's moments", tensors=lambda job: _adam(job, ("exp_avg", "exp_avg_sq"))),
     # on the host whatever the device, so not sent as tensors
     "optimizer_steps": Kind(what="Adam's step counts", get=_get_steps, set=_set_steps,
@@ -260,19 +272,23 @@ def poison(job: Job) -> None:
         for named in state.tensors.values():
             for tensor in named.values():
                 tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+        # padding stays zero, as in every process: where parameters aren't sent but gathered, it goes along
+        for chunk in job.chunks:
+            for buffer in internals.param_buffers(chunk):
+                buffer.zero_()
+            for parameter in chunk.parameters():
+                parameter.fill_(float("nan"))
     for name, kind in kinds_of(job).items():
         if kind.set:
             kind.set(job, kind.poison(state.values[name]))
 
 
 def digests(state: State) -> dict[str, str]:
-    """SHA-256 of each kind: of names, dtypes, shapes and bytes of its tensors, or of its value."""
-    found = {}
-    for kind, named in state.tensors.items():
-        hasher = hashlib.sha256(json.dumps(state.manifest()[kind]).encode())
-        for tensor in named.values():
-            hasher.update(as_bytes(tensor).cpu().numpy())
-        found[kind] = hasher.hexdigest()
+    """Of each kind: of names, dtypes, shapes and bytes of its tensors, computed where they lie, or of its value.
+
+    Takes `digest.scratch_bytes` of the device's memory meanwhile.
+    """
+    found = digest_tensors(state.tensors)
     for kind, value in state.values.items():
         found[kind] = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
     return found

@@ -1,4 +1,4 @@
-"""The log of one process: spans, iterations, moves, digests and events in one HDF5 file, schema version 1.
+"""The log of one process: spans, iterations, moves, digests and events in one HDF5 file, schema version 2.
 
 Owns the schema (names, types, units) and the one open file of this process. Must not know torch, MPI, or what a span
 means: callers name it. Readers (analysis/log.py) import the schema from here, so that it is written down once.
@@ -24,7 +24,7 @@ import numpy as np
 
 from migration.errors import UserError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MIN_UNDISTURBED = 3  # iterations before there is a median to measure a stall against
 CHUNK_BYTES = 8192  # each flush writes a whole chunk: small ones keep an append cheap
 
@@ -54,12 +54,18 @@ MOVES: Schema = (
     ("bytes", "i8", "bytes inside the pause, all pairs"), ("num_groups_rebuilt", "i4", "groups"),
     ("num_groups_kept", "i4", "groups"), ("assignments", "S1024", "JSON [[slot, leaver, joiner], ...], world ranks"),
 )
+COMMUNICATORS: Schema = (
+    ("move", "i4", "index, -1: at the start"), ("slot", "i4", "index"), ("communicator", "S64", "generation/name"),
+    ("group", "S64", "text"), ("num_members", "i4", "slots"), ("switch", "S16", "connected, parked or lazy"),
+    ("stage", "S16", "text"), ("time_s", "f8", "s"), ("device_bytes", "i8", "bytes the device lost meanwhile"),
+)
 DIGESTS: Schema = (("slot", "i4", "index"), ("kind", "S32", "text"), ("digest", "S64", "hex digest"))
 EVENTS: Schema = (
     ("time_s", "f8", "unix s"), ("kind", "S24", "text"), ("move", "i4", "index, -1: none"), ("text", "S512", "text"),
 )
 DATASETS: dict[str, Schema] = {
-    "iterations": ITERATIONS, "spans": SPANS, "moves": MOVES, "digests": DIGESTS, "events": EVENTS,
+    "iterations": ITERATIONS, "spans": SPANS, "moves": MOVES, "communicators": COMMUNICATORS, "digests": DIGESTS,
+    "events": EVENTS,
 }
 
 
@@ -152,6 +158,11 @@ class Timeline:
         """Adds a row of MOVES, all columns given. `assignments`: [slot, leaver world_rank, joiner world_rank] each."""
         with self._lock:
             self._append("moves", {**columns, "assignments": _encode_assignments(assignments)})
+
+    def add_communicator(self, **columns: float | int | str) -> None:
+        """Adds a row of COMMUNICATORS, all columns given: what one stage of one communicator took."""
+        with self._lock:
+            self._append("communicators", columns)
 
     def add_digest(self, slot: int, kind: str, digest: str) -> None:
         """Adds the final digest of one kind of state of one slot."""

@@ -1,65 +1,79 @@
-"""The state's way from a leaver to its joiner, over a communicator of the two. In place, in chunks, no pickle.
+"""A slot's whole state from a leaver to its joiner: words over the wire, bytes over the pair's communicator.
 
-First a header (names, dtypes, shapes, values as JSON), then each tensor's bytes from where they lie to where they
-belong. A tensor may be touched again when the call returns. Knows nothing of the protocol: deadlines come from the
-communicator's own time-out, and another thread may abort it.
+In place, in chunks, no pickle: each tensor's bytes go from where they lie to where they belong, and may be touched again
+when the call returns. Knows nothing of the protocol: another thread may abort the pair and close the wire.
 """
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from migration.communicators.base import Communicator
 from migration.errors import StateMismatch
 from migration.state import State, as_bytes
+from migration.wire import Message, Wire
 
+LEAVER, JOINER = 0, 1  # group ranks of a pair
 CHUNK_BYTES = 64 << 20
-_LEAVER, _JOINER = 0, 1
+_SLOWEST_BYTES_S = 50e6  # a joiner that takes less than this in training's way isn't waited for
+_PATIENCE_S = 5.0
 
 
-def _chunks(state: State) -> list[torch.Tensor]:
-    found = []
-    for named in state.tensors.values():
-        for tensor in named.values():
-            flat = as_bytes(tensor)
-            found += [flat[i:i + CHUNK_BYTES] for i in range(0, flat.numel(), CHUNK_BYTES)]
-    return found
+def patience_s(num_bytes: int) -> float:
+    """How long training waits for `num_bytes` to go over before the move is given up."""
+    return _PATIENCE_S + num_bytes / _SLOWEST_BYTES_S
 
 
-def send_state(pair: Communicator, state: State, device: torch.device) -> int:
-    """Leaver's side. Returns the bytes sent. Collective over the pair. Raises RuntimeError if the joiner is gone."""
-    header = json.dumps({"manifest": state.manifest(), "values": state.values}).encode()
-    blob = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
-    length = torch.tensor([blob.numel()], dtype=torch.int64, device=device)
-    parts = [[length], [blob], _chunks(state)]
-    for tensors in parts:
-        pair.send_all(tensors, _JOINER)
-    return sum(t.numel() * t.element_size() for tensors in parts for t in tensors)
+def chunks(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat byte views of at most CHUNK_BYTES each."""
+    flat = [as_bytes(tensor) for tensor in tensors]
+    return [f[i:i + CHUNK_BYTES] for f in flat for i in range(0, f.numel(), CHUNK_BYTES)]
 
 
-def receive_header(pair: Communicator, device: torch.device) -> tuple[dict, int]:
-    """Joiner's side: waits for the leaver to come to the boundary. Returns the header and the bytes received.
+def num_bytes(parts: Iterable[torch.Tensor]) -> int:
+    """Of flat byte views."""
+    return sum(part.numel() for part in parts)
 
-    Collective over the pair. Raises RuntimeError if the leaver is gone.
+
+def send_tensors(pair: Communicator, tensors: Iterable[torch.Tensor], timeout_s: float | None = None) -> int:
+    """The leaver's side. Returns the bytes sent. `timeout_s`: patience, unless given. Collective over the pair.
+
+    Raises RuntimeError if the joiner is gone or too slow.
     """
-    length = torch.zeros(1, dtype=torch.int64, device=device)
-    pair.recv_all([length], _LEAVER)
-    blob = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
-    pair.recv_all([blob], _LEAVER)
-    return json.loads(blob.cpu().numpy().tobytes()), length.element_size() + blob.numel()
+    parts = chunks(tensors)
+    size = num_bytes(parts)
+    pair.send_all(parts, JOINER, patience_s(size) if timeout_s is None else timeout_s)
+    return size
 
 
-def receive_tensors(pair: Communicator, header: dict, state: State) -> int:
-    """Joiner's side: fills the tensors of its own `state` in place. Returns the bytes received.
+def receive_tensors(pair: Communicator, tensors: Iterable[torch.Tensor]) -> int:
+    """The joiner's side, into tensors of the same sizes. Returns the bytes. Collective over the pair."""
+    parts = chunks(tensors)
+    pair.recv_all(parts, LEAVER)
+    return num_bytes(parts)
+
+
+def all_tensors(state: State) -> list[torch.Tensor]:
+    """Of all kinds, in order."""
+    return [tensor for named in state.tensors.values() for tensor in named.values()]
+
+
+def send_state(pair: Communicator, wire: Wire, own: State, **more: Any) -> int:
+    """The leaver's side. `more` goes along with the words. Returns the bytes sent. Collective over the pair."""
+    size = wire.send("STATE", patience_s(0), manifest=own.manifest(), values=own.values, **more)
+    return size + send_tensors(pair, all_tensors(own))
+
+
+def receive_state(pair: Communicator, message: Message, own: State) -> int:
+    """The joiner's side, once `message` has come: fills the tensors of its own state. Returns their bytes.
 
     Collective over the pair. Raises StateMismatch if names, dtypes or shapes differ, RuntimeError if the leaver is
     gone.
     """
-    _check(header["manifest"], state.manifest())
-    chunks = _chunks(state)
-    pair.recv_all(chunks, _LEAVER)
-    return sum(c.numel() for c in chunks)
+    _check(message["manifest"], own.manifest())
+    return receive_tensors(pair, all_tensors(own))
 
 
 def _check(theirs: dict, own: dict) -> None:

@@ -80,7 +80,7 @@ class World:
         self._outbox: queue.SimpleQueue[tuple[int, Record]] = queue.SimpleQueue()
         self._own: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._handlers: tuple[Callable[[Record], None], Callable[[float], None]] | None = None
-        self._ready, self._going = threading.Event(), threading.Event()
+        self._ready, self._going, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._failure: BaseException | None = None
         self.urgent = False
 
@@ -107,6 +107,7 @@ class World:
             self._own.put(record)
         else:
             self._outbox.put((world_rank, record))
+        self._wake.set()
 
     def abort(self) -> None:
         """The last resort, before records flow: MPI ends every process of the world."""
@@ -180,8 +181,8 @@ class World:
                 on_record(record)
             on_tick(time.monotonic())
             sending = [s for s in sending + self._start_sends() if not self._is_sent(s[1])]
-            if self._own.empty():
-                time.sleep(URGENT_POLL_S if self.urgent else POLL_S)
+            self._wake.wait(URGENT_POLL_S if self.urgent else POLL_S)  # what is to be sent doesn't wait
+            self._wake.clear()
 
     def _received(self) -> list[Record]:
         found = []

@@ -53,29 +53,7 @@ class Communicator(Operations):
         NCCL knows no time-out here: another thread calls `abort` to end it. Raises NcclError, or Aborted.
         """
         self._begin(self.config(blocking=1, **fields))
-        code = self._call_init(unique_id)
-        self._end_init(code)
-
-    def init_nonblocking(self, unique_id: bytes, deadline_s: float, **fields: int | bytes) -> None:
-        """The same with a deadline, polled. Never train on such a communicator: each call on it takes 0.2 ms.
-
-        Raises DeadlinePassed, after aborting it.
-        """
-        self._begin(self.config(blocking=0, **fields))
-        code = self._call_init(unique_id)
-        ends_s = time.monotonic() + deadline_s
-        while code == Result.IN_PROGRESS and self.state is State.INITIALIZING:
-            if time.monotonic() > ends_s:
-                self._init_returned.set()
-                self.abort()
-                raise DeadlinePassed(f"{self._title()}: init: not all members came within {deadline_s} s")
-            time.sleep(_POLL_S)
-            code = self.async_error()
-        if code not in (Result.SUCCESS, Result.IN_PROGRESS) and self.state is State.INITIALIZING:
-            self._init_returned.set()
-            self.abort()  # of a non-blocking init, NCCL leaves the remains to its caller
-            check(self.raw, f"ncclCommInitRankConfig of {self._title()}", code)
-        self._end_init(code)
+        self._end_init(self._call_init(unique_id))
 
     def _begin(self, config: Config) -> None:
         with self._lock:

@@ -88,9 +88,6 @@ class Operations:
     def query_rank(self) -> int:
         return self._query("ncclCommUserRank")
 
-    def query_device(self) -> int:
-        return self._query("ncclCommCuDevice")
-
     def _query(self, name: str) -> int:
         self._expect(State.READY, State.SUSPENDED)
         value = ctypes.c_int()

@@ -53,8 +53,6 @@ PROTOTYPES: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "ncclCommCount": ("init", c_int, (_COMM, _OUT_INT)),
     # ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank);
     "ncclCommUserRank": ("init", c_int, (_COMM, _OUT_INT)),
-    # ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device);
-    "ncclCommCuDevice": ("init", c_int, (_COMM, _OUT_INT)),
     # ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
     #                            ncclComm_t comm, cudaStream_t stream);
     "ncclAllReduce": ("init", c_int, (_DATA, _DATA, c_size_t, c_int, c_int, _COMM, _STREAM)),

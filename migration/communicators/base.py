@@ -8,19 +8,25 @@ The life of one, in the words of the project:
 | `probe` | PREPARING, after `prepare` | the prepare thread | over the members |
 | `activate` | at the boundary, before the verdict | the training thread | over the members, where it connects |
 | `park` / `resume` | old one: at the boundary / when the move aborts | the training thread | over the members |
+| `rebuild` | when the move aborts, if `park` had to close it (`lazy`) | the training thread | over the members |
 | `abort` | any time, from another thread: an operation under way ends with an error | control thread | no |
 | `close` | after the commit (the old one) or an abort (the new one) | the background thread | no |
 """
 from __future__ import annotations
 
 import hashlib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from migration.errors import MoveFailed
 
 OPERATION_TIMEOUT_S = 1800.0  # of a collective in training: an iteration may be long, a lost peer is noticed earlier
 
@@ -44,8 +50,9 @@ class Communicator(ABC):
         self.group_rank = group_rank
         self.inner: Any = None
         self.probe_digest = ""
-        self.costs: dict[str, StageCost] = {}  # by stage, where the device's memory is at stake
-        self.switch = ""  # how an old one makes room for a new one; empty where it need not
+        self.costs: dict[str, StageCost] = {}  # of each stage, the last time
+        self._untold: list[tuple[str, StageCost]] = []
+        self.switch = ""  # how an old one makes room for a new one: connected (it needn't), parked, lazy (it is closed)
 
     @abstractmethod
     def prepare(self, store: dist.Store, timeout_s: float, operation_timeout_s: float = OPERATION_TIMEOUT_S) -> None:
@@ -71,27 +78,62 @@ class Communicator(ABC):
     def resume(self) -> None:
         """Undo `park`."""
 
+    @property
+    def needs_rebuild(self) -> bool:
+        """Whether `park` has closed it, so that `resume` can't bring it back."""
+        return False
+
+    def rebuild(self, store: dist.Store, timeout_s: float) -> None:
+        """Make it anew after `lazy` has closed it: `inner` is another object then. Collective over the members."""
+        raise MoveFailed(f"{self.name} can't be rebuilt")
+
     @abstractmethod
     def abort(self) -> None:
         """End every operation under way with an error. Not collective; from any thread; may be called twice."""
+
+    def wait_aborted(self) -> None:
+        """After `abort`: until it has given back what it held, or its deadline has passed, which is logged."""
 
     @abstractmethod
     def close(self) -> None:
         """Free everything. No operation may be outstanding."""
 
-    def send_all(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
+    # ---- what stages take
+
+    def free_bytes(self) -> int:
+        """Free memory of the device, whoever uses the rest; 0 where none is at stake."""
+        return 0
+
+    @contextmanager
+    def measured(self, stage: str, *, as_one: bool = False) -> Iterator[None]:
+        """The body is what `stage` takes, if it doesn't raise; `as_one`: stages inside it aren't told apart."""
+        free_before, started_s, num_before = self.free_bytes(), time.perf_counter(), len(self._untold)
+        yield
+        seconds = time.perf_counter() - started_s
+        self.costs[stage] = StageCost(seconds=seconds, device_bytes=free_before - self.free_bytes())
+        if as_one:
+            del self._untold[num_before:]
+        self._untold.append((stage, self.costs[stage]))
+
+    def take_costs(self) -> list[tuple[str, StageCost]]:
+        """The stages since the last call, in order."""
+        told, self._untold = self._untold, []
+        return told
+
+    # ---- transfers and probes
+
+    def send_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         """Send `tensors`, in order, to group rank `peer`; they may be touched again when it returns.
 
-        Collective over the two. Raises RuntimeError if the peer is gone, the operation's time-out passes or another
-        thread aborts.
+        Collective over the two. Raises RuntimeError if the peer is gone, `timeout_s` passes or another thread aborts.
         """
         for work in [self.inner.send([tensor], peer, 0) for tensor in tensors]:
-            work.wait()
+            work.wait(timedelta(seconds=timeout_s))
 
-    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
+    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         """The other side of `send_all`, into tensors of the same sizes; they hold the data when it returns."""
         for work in [self.inner.recv([tensor], peer, 0) for tensor in tensors]:
-            work.wait()
+            work.wait(timedelta(seconds=timeout_s))
 
     def probe(self, device: torch.device) -> str:
         """Digest of an adversarial all-reduce, which tells whether sums keep their bits on this communicator.

@@ -1,6 +1,7 @@
 """The Gloo communicator: stage 1 connects everything, stage 2 has nothing left to do. CPU only.
 
-Host memory is what it takes, so old and new live side by side and nothing needs parking.
+Host memory is what it takes, so old and new can live side by side. It follows the policies `parked` and `lazy` all the
+same, without a gain: a machine without GPUs carries out the same protocol as one with.
 """
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from migration.communicators.base import OPERATION_TIMEOUT_S, Communicator
+from migration.errors import MoveFailed
 from third_party.pytorch.process_group import build_gloo
 
 _NEVER_SENT_TAG = (1 << 31) - 1
@@ -20,19 +22,38 @@ _AT_ONCE = timedelta(milliseconds=1)
 class GlooCommunicator(Communicator):
     """A stock ProcessGroupGloo; tried: construction and destruction release the interpreter lock."""
 
+    def __init__(self, name: str, slots: tuple[int, ...], group_rank: int, switch: str = "connected") -> None:
+        super().__init__(name, slots, group_rank)
+        self.switch = switch if len(slots) > 1 else "connected"
+        self._is_closed = False
+
     def prepare(self, store: dist.Store, timeout_s: float, operation_timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         prefixed = dist.PrefixStore(f"{self.name}/", store)
-        self.inner = build_gloo(prefixed, self.name, self.group_rank, len(self.slots), connect_timeout_s=timeout_s,
-                                operation_timeout_s=operation_timeout_s)
+        with self.measured("prepare"):
+            self.inner = build_gloo(prefixed, self.name, self.group_rank, len(self.slots), connect_timeout_s=timeout_s,
+                                    operation_timeout_s=operation_timeout_s)
 
     def activate(self) -> None:
         assert self.inner is not None, f"{self.name} was not prepared"
 
     def park(self) -> None:
-        """Nothing is held that training could use."""
+        if self.switch == "lazy":
+            with self.measured("park"):
+                self.close()
 
     def resume(self) -> None:
-        """Nothing was parked."""
+        if self._is_closed:
+            raise MoveFailed(f"{self.name}: was closed to make room (policy lazy): rebuild it")
+
+    @property
+    def needs_rebuild(self) -> bool:
+        return self._is_closed
+
+    def rebuild(self, store: dist.Store, timeout_s: float) -> None:
+        assert self._is_closed, f"{self.name} is open"
+        with self.measured("rebuild", as_one=True):
+            self.prepare(dist.PrefixStore("rebuilt", store), timeout_s)
+        self._is_closed = False
 
     def abort(self) -> None:
         inner = self.inner
@@ -44,4 +65,5 @@ class GlooCommunicator(Communicator):
             inner.recv([torch.empty(1)], (self.group_rank + 1) % len(self.slots), _NEVER_SENT_TAG).wait(_AT_ONCE)
 
     def close(self) -> None:
+        self._is_closed = True
         self.inner = None  # the destructor closes the sockets and ends Gloo's threads, about 40 ms

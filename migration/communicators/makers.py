@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 
 import torch
@@ -9,10 +10,13 @@ import torch.distributed as dist
 
 from migration.communicators.base import Communicator
 from migration.communicators.gloo import GlooCommunicator
+from migration.communicators.nccl_policy import describe_pins
 
 
 class Maker(ABC):
-    """Makes communicators that are not prepared yet."""
+    """Makes communicators that are not prepared yet. `allow_lazy`: old ones may be closed before the commit."""
+
+    allow_lazy = False
 
     @abstractmethod
     def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int) -> Communicator:
@@ -22,6 +26,10 @@ class Maker(ABC):
     def make_pair(self, name: str, group_rank: int) -> Communicator:
         """Of a leaver (group rank 0) and its joiner (1)."""
 
+    @abstractmethod
+    def describe(self) -> str:
+        """What is used and how, for the log and the user."""
+
     def background(self) -> contextlib.AbstractContextManager[object]:
         """What the prepare thread works in."""
         return contextlib.nullcontext()
@@ -29,33 +37,44 @@ class Maker(ABC):
     def connect_ahead(self, communicator: Communicator) -> None:
         """On the prepare thread, after stage 1: connect, where that doesn't wait for the boundary."""
 
+    @abstractmethod
     def agreed_switch(self, communicator_name: str, slots: tuple[int, ...], store: dist.Store, ends_s: float) -> str:
         """For a leaver, which has no part in the next generation: what its members do with the old communicator."""
-        return ""
 
 
 class GlooMaker(Maker):
-    """On a machine without CUDA."""
+    """On a machine without CUDA. `switch` as for NCCL, `auto` being `connected`: host memory is there."""
+
+    def __init__(self, switch: str = "auto", *, allow_lazy: bool = False) -> None:
+        self._switch = "connected" if switch == "auto" else switch
+        self.allow_lazy = allow_lazy
 
     def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int = 1) -> Communicator:
-        return GlooCommunicator(name, slots, group_rank)
+        return GlooCommunicator(name, slots, group_rank, self._switch)
 
     def make_pair(self, name: str, group_rank: int) -> Communicator:
         return GlooCommunicator(name, (0, 1), group_rank)
+
+    def describe(self) -> str:
+        return f"Gloo, switch {self._switch}"
+
+    def agreed_switch(self, communicator_name: str, slots: tuple[int, ...], store: dist.Store, ends_s: float) -> str:
+        return self._switch  # every member has the same
 
 
 class NcclMaker(Maker):
     """On CUDA. `connect_in_background`: connect on the prepare thread, on a stream of its own, not in the pause."""
 
-    def __init__(self, device: torch.device, switch: str, connect_in_background: bool) -> None:
+    def __init__(self, device: torch.device, switch: str, *, connect_in_background: bool, allow_lazy: bool) -> None:
         from migration.communicators.nccl_policy import NcclPolicy
         from nccl_bindings.library import load
         from third_party.pytorch.nccl_group import install_p2p_grouping
         self._device, self._library = device, load()
-        # a joiner waits in a connection until the others come to that boundary; what hangs, the controller aborts
-        self._policy = NcclPolicy(switch=switch, connect_timeout_s=600.0)
+        # A joiner waits in a connection until the others come to that boundary, and whoever resumes, for members that
+        # still connect other groups; what hangs, the controller aborts long before these deadlines.
+        self._policy = NcclPolicy(switch=switch, connect_timeout_s=600.0, park_timeout_s=600.0)
         self._policy.validate()
-        self._connect_in_background = connect_in_background
+        self._connect_in_background, self.allow_lazy = connect_in_background, allow_lazy
         install_p2p_grouping()
 
     def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int = 1) -> Communicator:
@@ -66,6 +85,11 @@ class NcclMaker(Maker):
     def make_pair(self, name: str, group_rank: int) -> Communicator:
         from migration.communicators.nccl_pair import NcclPair
         return NcclPair(name, (0, 1), group_rank, device=self._device, library=self._library, policy=self._policy)
+
+    def describe(self) -> str:
+        from nccl_bindings.library import version_text
+        return (f"NCCL {version_text(self._library.version)}, switch {self._policy.switch}; "
+                f"{describe_pins(os.environ)}")
 
     def background(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(torch.cuda.Stream(self._device))
@@ -79,6 +103,8 @@ class NcclMaker(Maker):
         return agreed_switch(store, communicator_name, len(slots), ends_s)
 
 
-def build_maker(device: torch.device, switch: str, *, connect_in_background: bool) -> Maker:
+def build_maker(device: torch.device, switch: str, *, connect_in_background: bool, allow_lazy: bool = False) -> Maker:
     """The maker for `device`."""
-    return NcclMaker(device, switch, connect_in_background) if device.type == "cuda" else GlooMaker()
+    if device.type == "cuda":
+        return NcclMaker(device, switch, connect_in_background=connect_in_background, allow_lazy=allow_lazy)
+    return GlooMaker(switch, allow_lazy=allow_lazy)

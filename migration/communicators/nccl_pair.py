@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from migration.communicators.base import OPERATION_TIMEOUT_S
 from migration.communicators.nccl import NcclCommunicator
 from migration.communicators.nccl_device import wait_for_stream
 from nccl_bindings.communicator import Communicator as Bare
@@ -27,14 +28,14 @@ class NcclPair(NcclCommunicator):
         self.switch = "connected"
         return unique_id
 
-    def _adopt(self) -> Any:
-        return PairGroup(self._bare, self.device, self._operation_timeout_s, self.abort)
+    def _build_inner(self) -> Any:
+        return PairGroup(self._bare, self.device, self.abort)
 
-    def send_all(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        self.inner.send(tensors, peer).wait()
+    def send_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+        self.inner.send(tensors, peer, timeout_s=timeout_s).wait()
 
-    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        self.inner.recv(tensors, peer).wait()
+    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+        self.inner.recv(tensors, peer, timeout_s=timeout_s).wait()
 
 
 class PairWork:
@@ -52,17 +53,19 @@ class PairWork:
 class PairGroup:
     """send and recv as a transfer calls them, straight on the communicator: no copies, no third thread, a deadline."""
 
-    def __init__(self, bare: Bare, device: torch.device, operation_timeout_s: float, abort: Callable[[], None]) -> None:
+    def __init__(self, bare: Bare, device: torch.device, abort: Callable[[], None]) -> None:
         self._bare, self._device, self._abort = bare, device, abort
-        self._timeout_s = operation_timeout_s
 
-    def send(self, tensors: Sequence[torch.Tensor], peer: int, _tag: int = 0) -> PairWork:
-        return self._issue(self._bare.send, tensors, peer, "send")
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, _tag: int = 0,
+             timeout_s: float = OPERATION_TIMEOUT_S) -> PairWork:
+        return self._issue(self._bare.send, tensors, peer, "send", timeout_s)
 
-    def recv(self, tensors: Sequence[torch.Tensor], peer: int, _tag: int = 0) -> PairWork:
-        return self._issue(self._bare.recv, tensors, peer, "recv")
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, _tag: int = 0,
+             timeout_s: float = OPERATION_TIMEOUT_S) -> PairWork:
+        return self._issue(self._bare.recv, tensors, peer, "recv", timeout_s)
 
-    def _issue(self, call: Callable[..., None], tensors: Sequence[torch.Tensor], peer: int, what: str) -> PairWork:
+    def _issue(self, call: Callable[..., None], tensors: Sequence[torch.Tensor], peer: int, what: str,
+               timeout_s: float) -> PairWork:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         for tensor in tensors:
             if not tensor.is_contiguous() or tensor.device != self._device:
@@ -73,6 +76,6 @@ class PairGroup:
                 tensor_bytes = tensor.numel() * tensor.element_size()
                 call(tensor.data_ptr(), tensor_bytes, DataType.UINT8, peer, stream)
                 num_bytes += tensor_bytes
-        ends_s = time.monotonic() + self._timeout_s
+        ends_s = time.monotonic() + timeout_s
         return PairWork(lambda: wait_for_stream(self._bare, self._device, ends_s, f"{what} of {num_bytes} bytes",
                                                 self._abort))

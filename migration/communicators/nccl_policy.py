@@ -17,7 +17,9 @@ from migration.errors import UserError
 
 SWITCHES = ("lazy", "parked", "connected")  # weakest first: a group does what its weakest member can
 P2P = ("none", "ring", "all")
-_PINS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS")
+# what fixes the order of NCCL's sums: variables that NCCL reads when it starts, and what --nccl-pin calls them
+PINS = {"ALGO": "NCCL_ALGO", "PROTO": "NCCL_PROTO", "MIN_CHANNELS": "NCCL_MIN_NCHANNELS",
+        "MAX_CHANNELS": "NCCL_MAX_NCHANNELS", "MIN_CTAS": "NCCL_MIN_CTAS", "MAX_CTAS": "NCCL_MAX_CTAS"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,6 @@ class NcclPolicy:
     p2p: str = "ring"                   # which pairs are connected ahead: Megatron's pipeline talks to neighbours
     connect_sizes_bytes: tuple[int, ...] = (1 << 10, 1 << 20, 32 << 20)  # NCCL picks its algorithm by size
     probe_sizes: tuple[int, ...] = (64, 1 << 18)  # elements of the reductions that are compared, likewise
-    max_ctas: int | None = None         # pins the channels of the communicators made here
     connect_timeout_s: float = 60.0
     park_timeout_s: float = 30.0
     close_timeout_s: float = 30.0
@@ -65,12 +66,31 @@ def weakest(switches: Iterable[str]) -> str:
     return min(switches, key=SWITCHES.index)
 
 
-def pinned(policy: NcclPolicy, environment: Mapping[str, str]) -> dict[str, str]:
-    """What fixes the order of NCCL's sums in this run, by name: empty means that NCCL chooses by topology and size."""
-    found = {name: environment[name] for name in _PINS if environment.get(name)}
-    if policy.max_ctas is not None:
-        found["max_ctas"] = str(policy.max_ctas)
+def parse_pins(text: str) -> dict[str, str]:
+    """The environment that `--nccl-pin NAME=VALUE,NAME=VALUE` asks for. Raises UserError if it can't be read."""
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in PINS or not value:
+            raise UserError(f"--nccl-pin {text}: write it as NAME=VALUE,NAME=VALUE, such as ALGO=Ring,PROTO=Simple; "
+                            f"names are {', '.join(PINS)}")
+        if name not in ("ALGO", "PROTO") and not (value.isdecimal() and int(value) > 0):
+            raise UserError(f"--nccl-pin {text}: {name} is a number above 0, not {value}")
+        found[PINS[name]] = value
     return found
+
+
+def pinned(environment: Mapping[str, str]) -> dict[str, str]:
+    """What fixes the order of NCCL's sums in this process: empty means that NCCL chooses by topology and size."""
+    return {name: environment[name] for name in PINS.values() if environment.get(name)}
+
+
+def describe_pins(environment: Mapping[str, str]) -> str:
+    """The same in words."""
+    found = pinned(environment)
+    if not found:
+        return "nothing pinned: NCCL chooses algorithm, protocol and channels by topology and size"
+    return "pinned: " + ", ".join(f"{name}={value}" for name, value in found.items())
 
 
 def connected_peers(p2p: str, group_rank: int, group_size: int) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from tiny_jobs import shared_groups
 
 from migration.communicators.base import Communicator
-from migration.groups import Groups, connect_store, start_store
+from migration.groups import Groups
+from migration.stores import connect_store, start_store
 
 WAIT_S = 30.0  # for what takes milliseconds: the limit of a wait, and no measurement
 # What the count of a resource may differ by although nothing was left behind. On a GPU the other ranks' memory counts

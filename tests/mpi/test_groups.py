@@ -12,6 +12,10 @@ import torch.distributed as dist
 from four_ranks import (WAIT_S, Background, build_generation, count_resources, device, end_for_peer, is_flat, new_store,
                         wait_until, world)
 from three_slots import JOB_SIZE, MOVED_SLOT, STAYERS, Process, prepare, start_job, swap
+from tiny_jobs import shared_groups
+
+from migration.communicators.makers import GlooMaker
+from migration.errors import MoveFailed
 
 pytestmark = pytest.mark.fast
 
@@ -151,6 +155,90 @@ def test_an_abort_at_the_boundary(process: Process) -> None:
     del server
 
 
+@pytest.mark.parametrize("switch", ["parked", "lazy"])
+def test_old_ones_make_room_and_come_back(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+    """By each policy: prepared, room made, activated, then back; handles refuse everything between. Then a commit."""
+    monkeypatch.setattr(shared_groups(), "_maker", GlooMaker(switch, allow_lazy=True))
+    with start_job() as process:
+        rank, groups, moved = world().rank, process.groups, (MOVED_SLOT,)
+        server, store = new_store()
+        if rank == 3:
+            process.open(MOVED_SLOT)
+        if rank == 1:
+            groups.learn_switches(1, store, moved, WAIT_S)
+        else:
+            prepare(process, 1, store).outcome()
+        assert groups.room(moved) == switch
+        old = {handle: handle.inner for handle in process.handles.values()}
+        groups.park(moved)
+        if rank != 1:
+            groups.activate()
+        if rank != 3:
+            away = {slots for slots, handle in process.handles.items() if handle.inner is not old[handle]}
+            assert away == {slots for slots in process.handles if MOVED_SLOT in slots and len(slots) > 1}
+            with pytest.raises(RuntimeError, match=r"no allreduce now: g0/.* has made room"):
+                dist.all_reduce(torch.zeros(1), group=process.handles[0, 1, 2])
+        server, store = new_store()
+        rebuilt = groups.resume(moved, ("127.0.0.1", store.port), WAIT_S)
+        groups.discard()
+        expected = {"parked": (0, 0), "lazy": {0: (2, 0), 1: (1, 0), 2: (0, 0), 3: (0, 0)}[rank]}[switch]
+        assert rebuilt == expected, "each group by its first member, and sums keep their bits"
+        if rank == 3:
+            process.close()
+        else:
+            process.check_sums()
+            assert all((handle.inner is inner) is (switch == "parked" or handle.size() == 1 or MOVED_SLOT
+                                                   not in handle.slots) for handle, inner in old.items())
+            wait_until(lambda: groups.num_communicators == 4, "what was prepared to close")
+        swap(process, 1, 3, 2)
+        if process.slot is not None:
+            process.check_sums()
+            wait_until(lambda: groups.num_communicators == 4, "the old generation to close")
+        world().barrier()
+        del server
+
+
+@pytest.mark.parametrize("switch", ["connected", "lazy"])
+def test_without_leave_nothing_is_closed_before_the_commit(monkeypatch: pytest.MonkeyPatch, process: Process,
+                                                           switch: str) -> None:
+    monkeypatch.setattr(process.groups, "_maker", GlooMaker(switch))
+    server, store = new_store()
+    if world().rank == 3:
+        process.open(MOVED_SLOT)
+    if world().rank != 1:
+        preparing = prepare(process, 1, store)
+        if switch == "connected":
+            preparing.outcome()
+        else:
+            with pytest.raises(MoveFailed, match="closed before the commit .*--allow-lazy"):
+                preparing.outcome()
+        process.groups.discard()
+    world().barrier()
+    if world().rank == 3:
+        process.close()
+    else:
+        process.check_sums()
+        wait_until(lambda: process.groups.num_communicators == 4, "what was prepared to close")
+    world().barrier()
+    del server
+
+
+def test_nothing_is_prepared_after_an_abort(process: Process) -> None:
+    """An abort may come between two groups: the next one is refused, also one that no abort could reach."""
+    server, store = new_store()
+    if world().rank in STAYERS:
+        process.groups.abort_next()
+        with pytest.raises(MoveFailed, match="was aborted before it was prepared"):
+            prepare(process, 1, store).outcome()
+        process.groups.discard()
+        assert process.groups.num_communicators == 4
+    world().barrier()
+    del server
+    swap(process, 1, 3, 2)
+    if process.slot is not None:
+        process.check_sums()
+
+
 def test_the_probe_sees_the_same_sums_in_the_next_generation(process: Process) -> None:
     server, store = new_store()
     live = process.groups.live_probe((MOVED_SLOT,)) if process.slot is not None else ""
@@ -180,7 +268,8 @@ def test_an_abort_ends_what_is_under_way(process: Process) -> None:
     rank = world().rank
     server, store = new_store()
     if rank in (0, 1):
-        pair = process.groups.prepare_pair("pair", store, rank, WAIT_S, 2 * WAIT_S)
+        pair = process.groups.make_pair("pair", rank)
+        process.groups.prepare_pair(pair, store, WAIT_S, 2 * WAIT_S)
         tensors = [torch.zeros(length, device=device()) for length in (4, 4, 1 << 20)]
         calls = (pair.inner.recv, pair.inner.recv, pair.inner.send)
         operations = [Background(call([tensor], 1 - rank, tag).wait)

@@ -1,25 +1,18 @@
-"""The state's way over a pair: what comes out at the joiner is the leaver's, and what doesn't fit is refused.
-
-Ranks 0 and 1 are one pair, ranks 2 and 3 another; the pairs move different slots at the same time.
-"""
+"""The state's way over a pair: what comes out at the joiner is the leaver's, and what doesn't fit is refused."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
-from four_ranks import WAIT_S, Background, Issued, device, end_for_peer, new_store, world
-from tiny_jobs import open_job, shared_groups, tiny_config
+from four_ranks import WAIT_S, Background, Issued, device, end_for_peer, world
+from pairs import Ends, connected_pair, exchange, is_leaver, open_own_job, run
+from tiny_jobs import tiny_config
 
 from migration import state, transfer
-from migration.communicators.base import Communicator
-from migration.config import Config
-from migration.errors import StateMismatch
-from migration.job import IterationResult, Job
+from migration.errors import MoveFailed, StateMismatch
+from migration.job import Job
 
 SMALL_CHUNK_BYTES = 1000  # so that a tensor goes over in several, the last one shorter
-NUM_SENDS = 3  # of a transfer: the header's length, the header, the tensors
 # A send that nobody receives is done as soon as NCCL's buffers hold it, so the state must be larger than these
 BEYOND_BUFFERS = {"cpu": {}, "cuda": {"num_layers": 4, "hidden_size": 1024}}
 CONFIGS = {f"{dtype} {'distributed' if distributed else 'plain'}{' overlap' if overlap else ''}": {
@@ -30,64 +23,33 @@ CONFIGS |= {"one slot": {"dp": 1}, "two stages": {"pp": 2}, "interleaved": {"pp"
             "sequence parallel": {"tp": 2, "sequence_parallel": True}}
 
 
-@contextmanager
-def connected_pair() -> Iterator[Communicator]:
-    """This rank's pair. Collective over the world."""
-    server, store = new_store()
-    number, side = divmod(world().rank, 2)
-    pair = shared_groups().prepare_pair(f"pair{number}", store, side, WAIT_S, 2 * WAIT_S)
-    yield pair
-    shared_groups().release_pair(pair)
-    world().barrier()
-    del server
-
-
-def is_leaver() -> bool:
-    return world().rank % 2 == 0
-
-
-def open_own_job(config: Config) -> object:
-    """The job of the slot that this rank's pair moves."""
-    return open_job(config, world().rank // 2 % config.job_size)
-
-
-def run(job: Job) -> tuple[str, ...]:
-    """One iteration in the sandbox, in figures that compare bit for bit."""
-    result: IterationResult = job.run_iteration()
-    return result.loss.hex(), result.grad_norm.hex(), str(result.skipped)
-
-
-def exchange(own: object) -> object:
-    """What the other one of the pair has. Collective over the pair."""
-    return world().sendrecv(own, dest=world().rank ^ 1, source=world().rank ^ 1)
-
-
-def hand_over(job: Job, pair: Communicator) -> int:
-    """The whole transfer, either side. Returns the bytes moved."""
+def hand_over(job: Job, ends: Ends) -> int:
+    """The whole transfer, either side. Returns the bytes of tensors moved."""
     own = state.capture(job)
     if is_leaver():
-        return transfer.send_state(pair, own, job.device)
-    header, num_header_bytes = transfer.receive_header(pair, job.device)
-    num_bytes = num_header_bytes + transfer.receive_tensors(pair, header, own)
-    state.apply_values(job, header["values"])
+        transfer.send_state(ends.pair, ends.wire, own)
+        return own.num_bytes
+    message = ends.wire.receive(WAIT_S)
+    num_bytes = transfer.receive_state(ends.pair, message, own)
+    state.apply_values(job, message["values"])
     return num_bytes
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 def test_a_poisoned_joiner_becomes_its_leaver(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
-    with connected_pair() as pair, open_own_job(tiny_config(**changes)) as job:
+    with connected_pair() as ends, open_own_job(tiny_config(**changes)) as job:
         for _ in range(3 if is_leaver() else 1):
             job.run_shadow_iteration()
         if not is_leaver():
             state.poison(job)
         places = {name: t.data_ptr() for named in state.capture(job).tensors.values() for name, t in named.items()}
-        num_bytes = hand_over(job, pair)
+        num_bytes = hand_over(job, ends)
         captured = state.capture(job)
         assert {name: t.data_ptr() for named in captured.tensors.values() for name, t in named.items()} == places
         digests = state.digests(captured)
         assert exchange((digests, num_bytes)) == (digests, num_bytes)
-        assert num_bytes > captured.num_bytes, "the header counts too"
+        assert num_bytes == captured.num_bytes
         # equal state is not enough: the next iterations must be equal too
         followed = [run(job), run(job), state.digests(state.capture(job))]
         assert exchange(followed) == followed
@@ -106,17 +68,17 @@ MISFITS = {
 @pytest.mark.parametrize("leaver, joiner, message", MISFITS.values(), ids=MISFITS)
 def test_what_does_not_fit_is_refused(leaver: dict[str, object], joiner: dict[str, object], message: str) -> None:
     """The joiner says so; the leaver, which may still be sending, is released by an abort from another thread."""
-    with connected_pair() as pair, open_own_job(tiny_config(**(leaver if is_leaver() else joiner))) as job:
-        issued = Issued(pair)
-        handing_over = Background(lambda: hand_over(job, pair))
+    with connected_pair() as ends, open_own_job(tiny_config(**(leaver if is_leaver() else joiner))) as job:
+        issued = Issued(ends.pair)
+        handing_over = Background(lambda: hand_over(job, ends))
         if not is_leaver():
             with pytest.raises(StateMismatch, match=message):
                 handing_over.outcome()
         world().barrier()
         if is_leaver():
-            issued.wait_for(NUM_SENDS, handing_over)
+            issued.wait_for(1, handing_over)
             if handing_over.is_alive():
-                pair.abort()
+                ends.pair.abort()
             handing_over.join(WAIT_S)
             assert not handing_over.is_alive()
             assert handing_over.error is None or isinstance(handing_over.error, RuntimeError)
@@ -127,67 +89,76 @@ def test_what_does_not_fit_is_refused(leaver: dict[str, object], joiner: dict[st
 def test_a_joiner_that_never_receives() -> None:
     """An abort ends the leaver's wait; its tensors are as they were."""
     config = tiny_config(**BEYOND_BUFFERS[device().type])
-    with connected_pair() as pair, open_own_job(config) as job:
+    with connected_pair() as ends, open_own_job(config) as job:
         job.run_shadow_iteration()
         before = state.digests(state.capture(job))
         if is_leaver():
-            issued = Issued(pair)
-            sending = Background(lambda: transfer.send_state(pair, state.capture(job), job.device))
-            issued.wait_for(NUM_SENDS, sending)
+            issued = Issued(ends.pair)
+            sending = Background(lambda: transfer.send_state(ends.pair, ends.wire, state.capture(job)))
+            issued.wait_for(1, sending)
             sending.join(0.05)
             assert sending.is_alive()
-            pair.abort()
+            ends.pair.abort()
             with pytest.raises(RuntimeError):
                 sending.outcome()
             assert state.digests(state.capture(job)) == before
         world().barrier()
 
 
-def test_a_leaver_that_is_gone() -> None:
-    """Its end of the pair is closed while the joiner waits for the header."""
-    with connected_pair() as pair, open_own_job(tiny_config()) as job:
+def test_a_joiner_that_is_too_slow() -> None:
+    """Training waits for a joiner as long as it has patience, and no longer."""
+    config = tiny_config(**BEYOND_BUFFERS[device().type])
+    with connected_pair() as ends, open_own_job(config) as job:
         if is_leaver():
-            pair.abort()
-        else:
-            issued = Issued(pair)
-            receiving = Background(lambda: transfer.receive_header(pair, job.device))
-            issued.wait_for(1, receiving)
-            end_for_peer(pair)
+            tensors = transfer.all_tensors(state.capture(job))
             with pytest.raises(RuntimeError):
-                receiving.outcome()
+                transfer.send_tensors(ends.pair, tensors, timeout_s=0.2)
         world().barrier()
 
 
-def test_a_leaver_that_goes_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The header has come, the tensors don't."""
-    with connected_pair() as pair, open_own_job(tiny_config()) as job:
+def test_words_end_when_either_end_is_closed() -> None:
+    with connected_pair() as ends:
+        waiting = None if is_leaver() else Background(lambda: ends.wire.receive(WAIT_S))
+        world().barrier()
+        if is_leaver():
+            ends.wire.close()
+            with pytest.raises(MoveFailed, match="GO"):
+                ends.wire.send("GO", WAIT_S)
+        else:
+            with pytest.raises(MoveFailed, match="no message"):
+                waiting.outcome()
+        world().barrier()
+
+
+def test_a_leaver_that_goes_half_way() -> None:
+    """The words have come, the tensors don't."""
+    with connected_pair() as ends, open_own_job(tiny_config()) as job:
         own = state.capture(job)
         if is_leaver():
-            monkeypatch.setattr(transfer, "_chunks", lambda _: [])
-            transfer.send_state(pair, own, job.device)
+            ends.wire.send("STATE", WAIT_S, manifest=own.manifest(), values=own.values)
         else:
-            header, _ = transfer.receive_header(pair, job.device)
-            issued = Issued(pair)
-            receiving = Background(lambda: transfer.receive_tensors(pair, header, own))
+            message = ends.wire.receive(WAIT_S)
+            issued = Issued(ends.pair)
+            receiving = Background(lambda: transfer.receive_state(ends.pair, message, own))
         world().barrier()
         if is_leaver():
-            pair.abort()
+            ends.pair.abort()
         else:
             issued.wait_for(1, receiving)
-            end_for_peer(pair)
+            end_for_peer(ends.pair)
             with pytest.raises(RuntimeError):
                 receiving.outcome()
         world().barrier()
 
 
-def test_the_header_alone() -> None:
+def test_words_alone() -> None:
     """A slot without tensors: nothing but values goes over."""
     empty = state.State(tensors={}, values={"history": {"num_losses": 3}} if is_leaver() else {})
-    with connected_pair() as pair:
+    with connected_pair() as ends:
         if is_leaver():
-            num_bytes = transfer.send_state(pair, empty, device())
+            transfer.send_state(ends.pair, ends.wire, empty)
         else:
-            header, num_bytes = transfer.receive_header(pair, device())
-            assert transfer.receive_tensors(pair, header, empty) == 0
-            assert header["values"] == {"history": {"num_losses": 3}}
-        assert exchange(num_bytes) == num_bytes
+            message = ends.wire.receive(WAIT_S)
+            assert transfer.receive_state(ends.pair, message, empty) == 0
+            assert message["values"] == {"history": {"num_losses": 3}}
+        world().barrier()

@@ -84,8 +84,12 @@ def swap(process: Process, leaver: int, joiner: int, generation: int) -> tuple[i
     if rank == joiner:
         process.open(MOVED_SLOT)
     counts = None
-    if rank != leaver:
+    if rank == leaver:
+        process.groups.learn_switches(generation, store, (MOVED_SLOT,), WAIT_S)
+    else:
         prepare(process, generation, store).outcome()
+    process.groups.park((MOVED_SLOT,))
+    if rank != leaver:
         process.groups.activate()
         counts = process.groups.adopt()
     world().barrier()

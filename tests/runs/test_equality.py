@@ -29,11 +29,12 @@ GATHER = ("overlap_param_gather=true",)
 PLAIN = ("distributed_optimizer=false",)
 
 
-def move_and_compare(harness: Harness, undisturbed: Undisturbed, case: Case, at: tuple[int, int, int]) -> Path:
+def move_and_compare(harness: Harness, undisturbed: Undisturbed, case: Case, at: tuple[int, int, int],
+                     *more: str) -> Path:
     moves = SIX_SLOTS if case.job_size == 6 else FOUR_SLOTS
     num_processes = case.job_size + 2
     requests = [f"{request}@{iteration}" for (request, _), iteration in zip(moves, at, strict=True)]
-    finished = harness(*case.arguments(num_processes), *vacate(*requests), np=num_processes)
+    finished = harness(*case.arguments(num_processes), *vacate(*requests), *more, np=num_processes)
     result = completed(finished)
     assert_moves(result, [(iteration, assignments) for (_, assignments), iteration in zip(moves, at, strict=True)])
     assert_equal(case, undisturbed(case), finished.run)
@@ -68,8 +69,27 @@ def test_every_training_host_in_one_run(harness: Harness, undisturbed: Undisturb
 
 @pytest.mark.fast
 def test_first_middle_and_last_iteration(harness: Harness, undisturbed: Undisturbed) -> None:
-    """Before anything was trained, and for the last iteration alone."""
-    move_and_compare(harness, undisturbed, Case(), at=(0, 7, Case().iterations - 1))
+    """Before anything was trained, and for the last iteration alone. At the boundary, not at the cut."""
+    move_and_compare(harness, undisturbed, Case(), (0, 7, Case().iterations - 1), "--arm", "two_stage+warmup,naive")
+
+
+@pytest.mark.fast
+def test_first_and_last_cut(harness: Harness, undisturbed: Undisturbed) -> None:
+    """Inside iteration 0 and inside the last but one. Leavers take the step too, and it is the joiners'."""
+    run = move_and_compare(harness, undisturbed, Case(), (1, 7, Case().iterations - 1), "--leaver-steps")
+    assert sum(kind == b"proof" for kind in read_run(run).events["kind"]) == 6
+
+
+@pytest.mark.parametrize("case", [
+    Case(settings=(*OVERLAP, *GATHER)), Case(profile="tiny_TP1_PP2", settings=(*PLAIN, "per_token_loss=true")),
+    Case(settings=("dtype=fp16", "initial_loss_scale=2097152", "loss_scale_window=3"))],
+    ids=["distributed_overlap", "plain_per_token_loss", "fp16_with_overflows"])
+def test_a_stream_over_many_iterations(harness: Harness, undisturbed: Undisturbed, case: Case) -> None:
+    """Batches go over between several steps, whose gradients follow. Leavers take the last step too."""
+    run = move_and_compare(harness, undisturbed, case, (10, 11, 12), "--transfer-limit", "0.3", "--leaver-steps")
+    replays = [span for span in read_run(run).spans if span["name"] == b"replay"]
+    assert len({span["iteration"] for span in replays}) > 2, "the stream was over before a step came"
+    assert sum(kind == b"proof" for kind in read_run(run).events["kind"]) == 6
 
 
 def test_moves_at_neighbouring_iterations(harness: Harness, undisturbed: Undisturbed) -> None:

@@ -98,8 +98,16 @@ def test_vacated_slots_stay_where_they_were(kind: str, struck: Struck) -> None:
 
 @pytest.mark.fast
 def test_spares_of_an_aborted_move_can_join_later(harness: Harness, undisturbed: Undisturbed) -> None:
-    finished = harness(*CASE.arguments(8), *vacate("b1->b3@3", "b0->b3@8"), "--fault", "raise@2:SWITCHING")
+    """One move aborts because a joiner isn't fit, one in its pause; the third commits with the same two spares."""
+    finished = harness(*CASE.arguments(8), *vacate("b1->b3@3", "b2->b3@6", "b0->b3@10"), "--fault", "slow@2:PREPARING",
+                       "--fault", "raise@4:SWITCHING")
     result = completed(finished)
-    assert outcomes(result) == ["ABORTED", "COMMITTED"]
-    assert result["moves"][1]["assignments"] == [[0, 0, 6], [1, 1, 7]]
+    assert outcomes(result) == ["ABORTED", "ABORTED", "COMMITTED"]
+    assert [fault["fired"] for fault in result["faults"]] == [1, 1]
+    unfit = result["moves"][0]["reason"]
+    assert unfit.startswith("world rank 6 on b3 isn't fit for slot 2 of world rank 2 on b1: a matrix multiply runs at ")
+    assert "less than 0.1 of its leaver's" in unfit and f"move b1->b3@3 aborted: {unfit}\n" in finished.out
+    assert result["moves"][2]["assignments"] == [[0, 0, 6], [1, 1, 7]]
+    judged = [text(row["text"]) for row in read_run(finished.run).events if text(row["kind"]) == "acceptance"]
+    assert len(judged) >= 5 and all("GFLOP/s" in line and "GB/s" in line for line in judged)
     assert_equal(CASE, undisturbed(CASE), finished.run)

@@ -31,10 +31,10 @@ def digest(member: int) -> str | None:
     return None if member in STAYERS else f"state of slot {member - 2 if member in JOINERS else member}"
 
 
-def say(move: MoveTally, report: Report, member: int) -> tuple[Action, ...]:
+def say(move: MoveTally, report: Report, member: int, **fields: str) -> tuple[Action, ...]:
     """`report` as a member with nothing wrong sends it."""
     values = {Report.PREPARED: probes(member), Report.ACCEPTED: move.position, Report.VERIFIED: digest(member)}
-    return move.report(report, member, move.number, values.get(report))
+    return move.report(report, member, move.number, values.get(report), **fields)
 
 
 def deliver(move: MoveTally, report: Report, members: Iterable[int] = MEMBERS) -> tuple[Action, ...]:
@@ -54,7 +54,7 @@ def advance_to(phase: Phase, **options: object) -> MoveTally:
     if phase is Phase.PREPARING:
         return move
     assert deliver(move, Report.PREPARED) == (Action.PROPOSE_POSITION,)
-    move.propose(POSITION)
+    move.propose(POSITION, 2 * POSITION)
     if phase is Phase.READY:
         return move
     assert deliver(move, Report.ACCEPTED) == (Action.SEND_SWITCH,)

@@ -101,6 +101,11 @@ def _add_move(timelines: list[Timeline], origin_s: float, outcome: str) -> None:
                   (outcome, "close_old", boundary_s + 0.05, boundary_s + 0.3, 0)]
         for phase, name, start_s, end_s, num_bytes in spans:
             timeline.add_span(name, phase, start_s, end_s, move=0, bytes=num_bytes)
+    for rank in range(NUM_SLOTS):
+        for number in range(2):
+            timelines[rank].add_communicator(
+                move=0, slot=rank, communicator=f"g1/{number}", group="DATA_PARALLEL", num_members=3, switch="parked",
+                stage="prepare", time_s=0.04 + 0.01 * number + 0.1 * (rank == 5), device_bytes=3 << 20)
     committed = outcome == "COMMITTED"
     timelines[0].add_event("request", "b1->b3@12", move=0)
     timelines[0].add_move(

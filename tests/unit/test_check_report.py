@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from migration.check_conductor import LINK_BETWEEN, LINK_WITHIN, plan_steps
+from migration.check_conductor import LINK_BETWEEN, LINK_WITHIN, default_bytes, plan_steps
 from migration.check_report import GroupRow, Measured, ProcessRow, find_problems, needed_bytes, report_text
 from migration.profiles import get_profile
 from migration.sizes import gradient_buffer_bytes, slot_state_bytes
@@ -153,3 +153,10 @@ def test_kinds_with_the_same_groups_are_measured_once() -> None:
 def test_processes_of_a_machine_take_turns() -> None:
     steps = plan_steps(["a", "a", "b", "b"], ["m", "m", "n", "n"], CONFIG)
     assert [s.groups for s in steps if s.do == "matmul"] == [((0,), (2,)), ((1,), (3,))]
+
+
+def test_size_of_an_all_reduce() -> None:
+    """As much as the device likes; less where processes share a GPU. Equal indexes on two machines are two GPUs."""
+    assert default_bytes([process(r) for r in range(4)]) == 4 << 20
+    assert default_bytes([process(r, gpu=r % 2) for r in range(4)]) == 64 << 20
+    assert default_bytes([process(r, gpu=0) for r in range(4)]) == 8 << 20

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from one_move import (BACK, JOINERS, LEAVERS, MEMBERS, OUTSIDERS, PLAN, POSITION, advance_to, deliver, probes)
+from one_move import (BACK, JOINERS, LEAVERS, MEMBERS, OUTSIDERS, PLAN, POSITION, advance_to, deliver, probes, say)
 
 from migration.errors import IllegalEvent
 from migration.move import MoveTally, Report
@@ -31,7 +31,7 @@ def test_and_back_again() -> None:
         for member in MEMBERS:
             move.report(report, member, 1, {Report.PREPARED: ("sum", "sum"), Report.ACCEPTED: 20}.get(report))
         if report is Report.PREPARED:
-            move.propose(20)
+            move.propose(20, 40)
     assert (move.phase, move.generation, move.roster.holders) == (Phase.TRAINING, 2, (0, 1, 2, 3))
 
 
@@ -90,7 +90,7 @@ def assert_aborted(move: MoveTally, reason: str, members: tuple[int, ...] = MEMB
                                            if r is not Report.FAILED or p is Phase.TRAINING])
 def test_reports_of_another_move_or_stage_or_process_count_for_nothing(phase: Phase, report: Report) -> None:
     move = advance_to(phase)
-    value = POSITION if report in (Report.ACCEPTED, Report.REFUSED) else "x"
+    value = {Report.ACCEPTED: POSITION, Report.REFUSED: 2 * POSITION}.get(report, "x")
     foreign = [(0, move.number - 1), (0, move.number + 1), *((rank, move.number) for rank in OUTSIDERS)]
     expected_here = {Phase.PREPARING: (Report.PREPARED,), Phase.READY: (Report.ACCEPTED, Report.REFUSED),
                      Phase.SWITCHING: (Report.VERIFIED,), Phase.COMMITTED: (Report.ACKNOWLEDGED,),
@@ -122,8 +122,8 @@ def test_saying_it_twice_counts_once() -> None:
 def test_a_refusal_leads_to_another_proposal() -> None:
     move = advance_to(Phase.READY)
     deliver(move, Report.ACCEPTED, (1, 2, 3, 4))
-    assert move.report(Report.REFUSED, 0, 0, POSITION + 1) == (Action.PROPOSE_POSITION,)
-    move.propose(POSITION + 3)
+    assert move.report(Report.REFUSED, 0, 0, 2 * POSITION + 1) == (Action.PROPOSE_POSITION,)
+    move.propose(POSITION + 3, 2 * (POSITION + 3))
     assert move.waiting == sorted(MEMBERS), "whoever accepted the old position is asked again"
     assert move.report(Report.ACCEPTED, 5, 0, POSITION) == () and 5 in move.waiting, "late, of the old position"
     assert deliver(move, Report.ACCEPTED) == (Action.SEND_SWITCH,)
@@ -132,17 +132,17 @@ def test_a_refusal_leads_to_another_proposal() -> None:
 
 def test_a_second_refusal_of_the_old_position_is_late() -> None:
     move = advance_to(Phase.READY)
-    assert move.report(Report.REFUSED, 0, 0, POSITION + 1) == (Action.PROPOSE_POSITION,)
-    move.propose(POSITION + 3)
-    assert move.report(Report.REFUSED, 1, 0, POSITION + 1) == (), "it isn't past the new position"
-    assert move.report(Report.REFUSED, 1, 0, POSITION + 3) == (Action.PROPOSE_POSITION,), "now it is"
+    assert move.report(Report.REFUSED, 0, 0, 2 * POSITION + 1) == (Action.PROPOSE_POSITION,)
+    move.propose(POSITION + 3, 2 * (POSITION + 3))
+    assert move.report(Report.REFUSED, 1, 0, 2 * POSITION + 1) == (), "it isn't past the new position"
+    assert move.report(Report.REFUSED, 1, 0, 2 * (POSITION + 3)) == (Action.PROPOSE_POSITION,), "now it is"
 
 
 def test_a_member_past_the_first_stop_refuses_though_it_is_not_past_the_position() -> None:
     move = advance_to(Phase.READY)
-    move.propose(POSITION, first_stop=POSITION - 3)  # groups are connected at the boundaries between
-    assert move.report(Report.REFUSED, 0, 0, POSITION - 4) == (), "late, of an earlier proposal"
-    assert move.report(Report.REFUSED, 1, 0, POSITION - 2) == (Action.PROPOSE_POSITION,)
+    move.propose(POSITION, first_stop=2 * (POSITION - 3))  # groups are connected at the boundaries between
+    assert move.report(Report.REFUSED, 0, 0, 2 * (POSITION - 4)) == (), "late, of an earlier proposal"
+    assert move.report(Report.REFUSED, 1, 0, 2 * (POSITION - 2)) == (Action.PROPOSE_POSITION,)
 
 
 @pytest.mark.parametrize(("phase", "event"), [(Phase.COMMITTED, Event.DEADLINE_EXPIRED),
@@ -221,3 +221,50 @@ def test_an_event_that_cannot_come_changes_nothing() -> None:
         move.event(Event.JOB_ENDED)
     assert (move.phase, move.generation, move.reason) == (Phase.SWITCHING, 0, "")
     assert move.waiting == sorted(MEMBERS)
+
+
+# ---- old communicators that make room for new ones
+
+
+def switching(room: str, member: int = 0) -> MoveTally:
+    """A move in SWITCHING, in which `member` alone has said that its old communicators make room."""
+    move = advance_to(Phase.PREPARING)
+    for other in MEMBERS:
+        say(move, Report.PREPARED, other, room=room if other == member else "")
+    move.propose(POSITION, 2 * POSITION)
+    assert deliver(move, Report.ACCEPTED) == (Action.SEND_SWITCH,)
+    return move
+
+
+@pytest.mark.parametrize("member", [0, 2, 4])
+def test_all_hand_over_before_anybody_parks(member: int) -> None:
+    move = switching("parked", member)
+    assert move.rooms == {"parked"}
+    assert say(move, Report.VERIFIED, 0) == () and 0 in move.waiting, "it can't have parked yet"
+    assert deliver(move, Report.HANDED_OVER) == (Action.SEND_PARK,)
+    assert move.phase is Phase.SWITCHING and move.waiting == sorted(MEMBERS)
+    assert say(move, Report.HANDED_OVER, 0) == () and 0 in move.waiting, "once is enough"
+    assert deliver(move, Report.VERIFIED) == (Action.SEND_COMMIT,)
+
+
+def test_nobody_is_told_to_park_when_one_fails_before() -> None:
+    move = switching("lazy")
+    for member in MEMBERS[1:]:
+        assert say(move, Report.HANDED_OVER, member) == ()
+    assert move.report(Report.FAILED, 0, 0, "lost its joiner") == (Action.SEND_ABORT,)
+    assert say(move, Report.HANDED_OVER, 0) == ()
+
+
+def test_where_nobody_makes_room_nobody_waits() -> None:
+    move = advance_to(Phase.SWITCHING)
+    assert move.rooms == set()
+    assert say(move, Report.HANDED_OVER, 0) == () and 0 in move.waiting
+    assert deliver(move, Report.VERIFIED) == (Action.SEND_COMMIT,)
+
+
+def test_the_next_move_makes_room_only_if_it_must() -> None:
+    move = switching("lazy")
+    move.event(Event.CANCELLED)
+    deliver(move, Report.ACKNOWLEDGED)
+    move.request(PLAN)
+    assert move.rooms == set()

@@ -32,6 +32,8 @@ class Heard:
     members: set[int] = field(default_factory=set)
     prepared: set[int] = field(default_factory=set)
     accepted: dict[int, int] = field(default_factory=dict)
+    handed_over: set[int] = field(default_factory=set)
+    told_to_park: bool = False
     verified: dict[int, object] = field(default_factory=dict)
     pairs: tuple[tuple[int, int], ...] = ()  # leaver, joiner
 
@@ -77,7 +79,12 @@ class Walk:
             self.start_job()
         elif Action.PROPOSE_POSITION in actions:
             self.heard.accepted.clear()
-            self.tally.propose((self.tally.position or 0) + self.random.randint(1, 3))
+            position = (self.tally.position or 0) + self.random.randint(1, 3)
+            self.tally.propose(position, 2 * position)
+        elif Action.SEND_PARK in actions:
+            alive = self.heard.members - self.tally.roster.lost
+            assert self.tally.rooms and self.heard.handed_over >= alive, "parked before all had handed over"
+            self.heard.told_to_park = True
         elif Action.RECOUNT in actions:
             phase, generation = self.tally.phase, self.tally.generation
             more = self.tally.recount()
@@ -93,6 +100,8 @@ class Walk:
         if not self.tally.waiting:
             return ()
         member, report = self.random.choice(self.tally.waiting), USUAL[self.tally.phase]
+        if report is Report.VERIFIED and self.tally.rooms and not self.heard.told_to_park:
+            report = Report.HANDED_OVER
         values = {Report.PREPARED: ("sum", "sum"), Report.ACCEPTED: self.tally.position, Report.VERIFIED: "state"}
         return self.report(report, member, self.tally.number, values.get(report))
 
@@ -101,7 +110,7 @@ class Walk:
         report = self.random.choices(list(Report), [0.2 if r is Report.FAILED else 1.0 for r in Report])[0]
         position = self.random.randint(0, 2) + (self.tally.position or 0)
         value = {Report.PREPARED: (self.random.choice("xy"), self.random.choice("xy")), Report.ACCEPTED: position,
-                 Report.REFUSED: position}.get(report, self.random.choice("xy"))
+                 Report.REFUSED: 2 * position}.get(report, self.random.choice("xy"))
         number = self.tally.number + self.random.choice((-1, 0, 0, 0, 1))
         return self.report(report, self.random.randrange(NUM_PROCESSES), number, value)
 
@@ -112,8 +121,12 @@ class Walk:
             if report is Report.ACCEPTED and self.tally.phase is Phase.READY and value == self.tally.position:
                 self.heard.accepted[member] = value
             if report is Report.VERIFIED and self.tally.phase is Phase.SWITCHING:
-                self.heard.verified.setdefault(member, value)
-        return self.tally.report(report, member, number, value)
+                if self.heard.told_to_park or not self.tally.rooms:
+                    self.heard.verified.setdefault(member, value)
+            if report is Report.HANDED_OVER and self.tally.phase is Phase.SWITCHING:
+                self.heard.handed_over.add(member)
+        room = self.random.choice(("parked", "lazy", *[""] * 18)) if report is Report.PREPARED else ""
+        return self.tally.report(report, member, number, value, room=room)
 
     def event(self) -> tuple[Action, ...]:
         """One that needs no tally, or one that can't come now."""
@@ -150,6 +163,7 @@ class Walk:
             said = self.heard.verified
             assert set(said) >= self.heard.members - tally.roster.lost, "a commit before all had verified"
             assert all(said[a] == said[b] for a, b in self.heard.pairs), "a commit though digests differ"
+            assert self.heard.told_to_park or not tally.rooms, "a commit without making room"
         if tally.phase in (*BEFORE_COMMIT, Phase.ABORTED):
             assert holders == self.heard.holders, "a slot changed hands before the commit"
         if tally.phase is Phase.SWITCHING and phase is not Phase.SWITCHING:
@@ -183,13 +197,14 @@ BROKEN = {
     "commit instead of a switch": (Phase.READY, Event.ALL_ACCEPTED, Phase.COMMITTED, "a commit out of READY"),
     "commit of a cancelled move": (Phase.SWITCHING, Event.CANCELLED, Phase.COMMITTED, "before all had verified"),
     "commit though digests differ": (Phase.SWITCHING, Event.DIGEST_DIFFERS, Phase.COMMITTED, "though digests differ"),
+    "commit instead of parking": (Phase.SWITCHING, Event.ALL_HANDED_OVER, Phase.COMMITTED, "before all had verified"),
     "commit after an abort": (Phase.ABORTED, Event.ALL_ACKNOWLEDGED, Phase.COMMITTED, "a commit out of ABORTED"),
 }
 
 
 @pytest.mark.parametrize("phase, event, after, message", BROKEN.values(), ids=BROKEN)
 def test_a_broken_table_is_caught(phase: Phase, event: Event, after: Phase, message: str) -> None:
-    walk = Walk(1, {**TABLE, (phase, event): (after, TABLE[phase, event][1])})
+    walk = Walk(2, {**TABLE, (phase, event): (after, TABLE[phase, event][1])})
     with pytest.raises(AssertionError, match=message):
         for _ in range(NUM_EVENTS):
             walk.step()

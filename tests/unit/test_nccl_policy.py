@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from migration.communicators.nccl_meeting import agreed_switch, meet
-from migration.communicators.nccl_policy import (NcclPolicy, choose_switch, connected_peers, pinned, weakest)
+from migration.communicators.nccl_policy import (NcclPolicy, choose_switch, connected_peers, describe_pins,
+                                                 parse_pins, pinned, weakest)
 from migration.errors import DeadlineExpired, UserError
 from third_party.pytorch import nccl_group
 
@@ -52,8 +53,21 @@ def test_the_weakest_member_decides() -> None:
 
 
 def test_what_was_pinned_is_said() -> None:
-    assert pinned(NcclPolicy(), {"NCCL_DEBUG": "INFO", "NCCL_ALGO": ""}) == {}
-    assert pinned(NcclPolicy(max_ctas=4), {"NCCL_ALGO": "Ring"}) == {"NCCL_ALGO": "Ring", "max_ctas": "4"}
+    assert pinned({"NCCL_DEBUG": "INFO", "NCCL_ALGO": ""}) == {}
+    assert pinned({"NCCL_ALGO": "Ring", "NCCL_DEBUG": "INFO"}) == {"NCCL_ALGO": "Ring"}
+    assert describe_pins({"NCCL_PROTO": "Simple", "NCCL_ALGO": "Ring"}) == "pinned: NCCL_ALGO=Ring, NCCL_PROTO=Simple"
+    assert describe_pins({}).startswith("nothing pinned")
+
+
+def test_pins_are_read() -> None:
+    assert parse_pins("") == {}
+    assert parse_pins("ALGO=Ring,MAX_CHANNELS=4") == {"NCCL_ALGO": "Ring", "NCCL_MAX_NCHANNELS": "4"}
+
+
+@pytest.mark.parametrize("text", ["ALGO", "ALGO=", "NVLS=1", "MAX_CTAS=many", "MIN_CHANNELS=0", "Ring"])
+def test_pins_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--nccl-pin"):
+        parse_pins(text)
 
 
 @pytest.mark.parametrize("p2p", ["none", "ring", "all"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from migration.communicators import nccl, nccl_device
+from migration.communicators import nccl, nccl_device, nccl_life
 from migration.communicators.nccl import NcclCommunicator, Stage
 from migration.communicators.nccl_policy import NcclPolicy
 from migration.errors import DeadlineExpired, MoveFailed
@@ -76,8 +76,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 40))
     monkeypatch.setattr(nccl, "new_unique_id", lambda raw: bytes(128))
-    monkeypatch.setattr(nccl, "build_nccl", lambda *a, communicator, **k: FakeBackend(fake))
-    monkeypatch.setattr(nccl, "backend_of", lambda inner: inner)
+    monkeypatch.setattr(nccl_life, "build_nccl", lambda *a, communicator, **k: FakeBackend(fake))
+    monkeypatch.setattr(nccl_life, "backend_of", lambda inner: inner)
     monkeypatch.setattr(nccl_device, "connect", lambda bare, *a: fake.log.append("connect"))
     monkeypatch.setattr(nccl_device, "probe", lambda *a: "digest")
     yield fake
@@ -128,8 +128,9 @@ def test_connected_ahead(fake: FakeNccl, library: Library) -> None:
 
 def test_parked_and_back(fake: FakeNccl, library: Library) -> None:
     own = prepared(library, "parked")
-    assert own.stage is Stage.PARKED
+    assert own.stage is Stage.PARKED and own.inner is None and own._bare.owned, "torch has nothing of it yet"
     own.activate()
+    assert own.inner is not None and not own._bare.owned
     own.park()
     own.resume()
     assert own.stage is Stage.CONNECTED
@@ -153,11 +154,13 @@ def test_lazy_closes_the_old_one_and_rebuilds_it(fake: FakeNccl, library: Librar
     with pytest.raises(MoveFailed, match="rebuild it"):
         own.resume()
     own.rebuild(store_with_peer("lazy"), 20.0)
-    assert own.stage is Stage.CONNECTED and own.inner is not first
+    assert own.stage is Stage.CONNECTED and own.inner is not first and not own.needs_rebuild
+    assert [stage for stage, _ in own.take_costs()] == ["prepare", "connect", "activate", "park", "rebuild"]
+    assert own.take_costs() == []
 
 
 @pytest.mark.parametrize("switch, freed_by", [("lazy", ["torch.abort"]),
-                                              ("parked", ["ncclCommSuspend", "ncclCommResume", "torch.abort"])])
+                                              ("parked", ["ncclCommSuspend", "ncclCommResume", "ncclCommAbort"])])
 def test_what_was_never_connected_is_freed_without_its_peers(fake: FakeNccl, library: Library, switch: str,
                                                              freed_by: list[str]) -> None:
     prepared(library, switch).close()
@@ -202,6 +205,25 @@ def test_parking_that_hangs_ends_by_its_deadline(fake: FakeNccl, library: Librar
         own.activate()
     assert own.stage is Stage.ABORTED
     own.close()
+
+
+def test_an_abort_while_it_is_activated_leaves_no_two_owners(fake: FakeNccl, library: Library) -> None:
+    own = prepared(library, "parked")
+    fake.hangs.add("ncclCommResume")
+    threading.Timer(0.1, own.abort).start()
+    with pytest.raises((Aborted, RuntimeError)):
+        own.activate()
+    own.wait_aborted()
+    own.close()
+    assert own.inner is None and fake.log.count("ncclCommAbort") == 1 and "torch.abort" not in fake.log
+
+
+def test_an_abort_is_waited_for(fake: FakeNccl, library: Library) -> None:
+    own = prepared(library, "lazy")
+    own.wait_aborted()  # nothing to wait for
+    own.abort()
+    own.wait_aborted()
+    assert fake.log[-1] == "torch.abort"
 
 
 def test_a_group_of_one_never_parks(fake: FakeNccl, library: Library) -> None:

@@ -46,6 +46,7 @@ EXPECTED_TEXT = {
     # no JOB_ENDED: every member waits at the position, so none can come to the end of training
     "SWITCHING": """
         REQUESTED : QUEUE_REQUEST
+        ALL_HANDED_OVER : SEND_PARK
         ALL_VERIFIED > COMMITTED : SEND_COMMIT
         DIGEST_DIFFERS > ABORTED : SEND_ABORT
         MEMBER_FAILED > ABORTED : SEND_ABORT

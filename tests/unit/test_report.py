@@ -23,6 +23,7 @@ def test_the_table_of_a_committed_move(tmp_path: Path) -> None:
                  "    PREPARING  prepare_groups      2.00 s   w7 b3      of 8",
                  "    slot 2   w2 b1 -> w6 b3  SWITCHING       3 MB in 8.00 ms, 0.375 GB/s",
                  "    leaver  resident    30.2 GB -> 31.2 GB  +1000.0 MB   w2 b1 of 2",
+                 "    parked     prepare    2 groups    50.0 ms     150 ms     290 ms  +3 MiB a group",
                  "  process groups: 5 rebuilt, 3 kept",
                  "  first iteration after the switch: 550 ms, undisturbed median 550 ms (1.00 x)",
                  "run: tiny_TP2_PP1, completed",

@@ -16,6 +16,7 @@ from migration.job import Job
 
 CONFIGS = {
     "fp32 plain": {"dtype": "fp32", "distributed_optimizer": False},
+    "fp32 distributed": {"dtype": "fp32", "dp": 2},
     "bf16 plain": {"distributed_optimizer": False},
     "bf16 distributed": {"dp": 2},
     "fp16 plain": {"dtype": "fp16", "distributed_optimizer": False},
@@ -48,11 +49,23 @@ def test_poison_changes_every_kind(job: Job) -> None:
 
 
 def test_poison_leaves_no_tensor_whole(job: Job) -> None:
+    """But for the padding of parameter buffers, which is zero in every process."""
     state.poison(job)
-    for named in state.capture(job).tensors.values():
+    for kind, named in state.capture(job).tensors.items():
         for name, tensor in named.items():
             bad = tensor.isnan() if tensor.is_floating_point() else tensor == torch.iinfo(tensor.dtype).max
-            assert bool(bad.all()), name
+            assert bool(bad.all()) or kind == "parameters" and bool((bad | (tensor == 0)).all()), name
+    for chunk in job.chunks:
+        assert all(bool(parameter.isnan().all()) for parameter in chunk.parameters())
+
+
+def test_no_memory_goes_over_twice(job: Job) -> None:
+    """In fp32 the optimizer steps the parameters themselves: they aren't main parameters as well."""
+    found = state.capture(job).tensors
+    ranges = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size())
+                    for named in found.values() for t in named.values() if t.numel())
+    assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:]))
+    assert ("main_parameters" in found) is (job.config.dtype != "fp32")
 
 
 def test_values_go_through_json_and_back(job: Job) -> None:
@@ -134,6 +147,12 @@ def test_a_kind_left_out_shows(config_name: str, kind: str, _fresh_leaver: None)
         assert kind in MAY_BE_ABSENT
         pytest.skip(f"this job has no {kind}")
     assert joiner(config_name, frozenset({kind})) != expected
+
+
+@pytest.mark.parametrize("config_name", ["fp32 plain", "fp32 distributed"])
+def test_parameters_left_out_show_where_they_are_stepped(config_name: str, _fresh_leaver: None) -> None:
+    """No other kind brings them."""
+    assert joiner(config_name, frozenset({"parameters"})) != leaver(config_name)[1]
 
 
 @pytest.mark.parametrize("config_name", ["fp32 plain", "bf16 distributed"])

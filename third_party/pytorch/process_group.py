@@ -86,6 +86,16 @@ class MigratableGroup(ProcessGroup):
         """Nothing: groups.py alone aborts communicators."""
 
 
+class NoGroup:
+    """Stands inside a handle while its communicator is away: whatever is called is refused, with `reason`."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} now: {self._reason}")
+
+
 def _forward(name: str) -> Callable[..., Any]:
     # Written out per name: a lookup by string at each call would cost more than the call itself.
     namespace: dict[str, Any] = {}

@@ -1,0 +1,25 @@
+"""What the stages of communicators took, from the communicators into the log. Measures nothing itself."""
+from __future__ import annotations
+
+from typing import Any
+
+from migration.groups import Groups
+from migration.timeline import Timeline
+
+
+def take_costs(groups: Groups) -> list[dict[str, Any]]:
+    """Columns of the log's `communicators`, for each stage of each live or prepared one since the last call."""
+    return [{"communicator": communicator.name, "group": groups.description(communicator.name.rpartition("/")[2]),
+             "num_members": len(communicator.slots), "switch": communicator.switch, "stage": stage,
+             "time_s": cost.seconds, "device_bytes": cost.device_bytes}
+            for communicator in groups.communicators for stage, cost in communicator.take_costs()]
+
+
+def log_costs(timeline: Timeline, costs: list[dict[str, Any]], *, move: int, slot: int) -> None:
+    for columns in costs:
+        timeline.add_communicator(move=move, slot=slot, **columns)
+
+
+def longest_connect_s(groups: Groups) -> float:
+    """What connecting one communicator took here, at most; 0.0 where nothing is known."""
+    return max((c.costs["connect"].seconds for c in groups.communicators if "connect" in c.costs), default=0.0)

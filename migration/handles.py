@@ -1,0 +1,51 @@
+"""What Megatron-Core gets when it asks torch for process groups: handles that keep their identity over generations.
+
+Owns the handles of this process and their order, which is one on all members. They begin in a sandbox. Knows no
+communicator of a generation: groups.py puts these inside.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from migration.communicators.sandbox import SandboxCommunicator
+from third_party.pytorch import process_group as wiring
+
+
+class Handles:
+    """One object in a process, since torch keeps a backend's creator for ever."""
+
+    def __init__(self) -> None:
+        self.handles: dict[str, wiring.MigratableGroup] = {}
+        wiring.register(self._create_handle)
+
+    def _create_handle(self, name: str, group_rank: int, slots: tuple[int, ...]) -> wiring.MigratableGroup:
+        handle = wiring.MigratableGroup(name, group_rank, slots)
+        communicator = SandboxCommunicator(name, slots, group_rank)
+        communicator.prepare()
+        handle.inner = communicator.inner
+        self.handles[name] = handle
+        return handle
+
+    def open(self, slot: int, job_size: int) -> None:
+        """Make torch's world as `slot` of `job_size`: handles only, in a sandbox. Nobody else is needed."""
+        assert not self.handles, "the handles of another slot are still open"
+        dist.init_process_group(wiring.BACKEND, store=dist.HashStore(), rank=slot, world_size=job_size)
+
+    def touched(self, slots: Iterable[int]) -> list[wiring.MigratableGroup]:
+        """Handles of more than one slot with a member in `slots`, in the order that is one on all members."""
+        wanted = set(slots)
+        found = [h for h in self.handles.values() if h.size() > 1 and wanted.intersection(h.slots)]
+        return sorted(found, key=lambda h: (len(h.name), h.name))  # torch's names are running numbers
+
+    def description(self, name: str) -> str:
+        """What Megatron calls the group that torch calls `name`."""
+        return self.handles[name].description if name in self.handles else ""
+
+    def isolate(self) -> None:
+        """From now on this process's groups answer by themselves, without peers, as while they are being opened."""
+        for handle in self.handles.values():
+            communicator = SandboxCommunicator(handle.name, handle.slots, handle.rank())
+            communicator.prepare()
+            handle.inner = communicator.inner
