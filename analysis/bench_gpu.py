@@ -25,6 +25,7 @@ from analysis.gpu_moves import Arm, RunFailed, inequality, move_figures, run_arm
 from analysis.machine import Machine, ask_machine
 from analysis.ranks import ROOT, run_ranks
 from analysis.results import Figure, Section, build_markdown, read_sections, replace_section, write_sections
+from migration.placement import DEFAULTS
 
 AHEAD_AT_MOST = 0.05  # downtime connected ahead, over that of connecting in the pause
 PARK_SINCE = (2, 30, 3)  # NCCL
@@ -65,7 +66,9 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {} if self.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        """Of ranks: what a run's processes set for themselves must stand before CUDA starts."""
+        set_here = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
+        return set_here if self.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
 
     def left_s(self, at_most_s: float) -> float:
         """Raises RunFailed when the time box is used up."""

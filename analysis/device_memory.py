@@ -1,6 +1,6 @@
 """Device memory in use over time, whoever uses it: sampled beside a run, cut into the phases of a move afterwards.
 
-On GPUs from nvidia-smi, a GPU at a time; without GPUs it is the machine's memory, so that the same code runs.
+On GPUs from nvidia-smi, for each of them; without GPUs it is the machine's memory, so that the same code runs.
 """
 from __future__ import annotations
 
@@ -11,51 +11,56 @@ from collections.abc import Mapping
 from types import TracebackType
 
 PERIOD_S = 0.25
-_QUERY = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits", "-lms",
-          str(int(PERIOD_S * 1e3))]
+# asked again and again: what nvidia-smi prints in a loop of its own waits in a buffer, and is lost when it is ended
+_QUERY = ("nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits")
+_QUERY_TIMEOUT_S = 20.0
+
+Sample = tuple[float, int, float]  # unix seconds, GPU's index, MiB
 
 
 class MemorySampler:
-    """A context in which memory is sampled. `samples`: (unix seconds, GPU's index, MiB)."""
+    """A context in which memory is sampled. Raises RuntimeError at its end if it couldn't be."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
-        self.samples: list[tuple[float, int, float]] = []
+        self.samples: list[Sample] = []
         self._ended = threading.Event()
-        self._smi: subprocess.Popen[str] | None = None
-        self._thread = threading.Thread(target=self._read_smi if on_gpu else self._poll_meminfo, daemon=True)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._poll, daemon=True)
 
     def __enter__(self) -> MemorySampler:
-        if self._on_gpu:
-            self._smi = subprocess.Popen(_QUERY, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                         stderr=subprocess.DEVNULL)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self._ended.set()
-        if self._smi is not None:
-            self._smi.kill()
-            self._smi.wait()
-        self._thread.join(10.0)
+        self._thread.join(2 * _QUERY_TIMEOUT_S)
+        if self._error is not None and error is None:
+            raise RuntimeError(f"device memory couldn't be sampled: {self._error}") from self._error
 
-    def _read_smi(self) -> None:
-        assert self._smi is not None and self._smi.stdout is not None
-        for line in self._smi.stdout:
-            index, _, used = line.partition(",")
-            if used.strip().isdecimal():
-                self.samples.append((time.time(), int(index), float(used)))
-
-    def _poll_meminfo(self) -> None:
-        while not self._ended.wait(PERIOD_S):
-            with open("/proc/meminfo") as meminfo:
-                kib = {line.split(":")[0]: int(line.split()[1]) for line in meminfo}
-            self.samples.append((time.time(), 0, (kib["MemTotal"] - kib["MemAvailable"]) / 1024))
+    def _poll(self) -> None:
+        try:
+            while not self._ended.wait(PERIOD_S):
+                self.samples += _ask_smi() if self._on_gpu else _ask_machine()
+        except (OSError, subprocess.SubprocessError, ValueError) as error:  # raised at the end of the context
+            self._error = error
 
 
-def peak_by_phase(samples: list[tuple[float, int, float]],
-                  phases: Mapping[str, tuple[float, float]]) -> dict[str, float | None]:
+def _ask_smi() -> list[Sample]:
+    done = subprocess.run(_QUERY, text=True, stdin=subprocess.DEVNULL, capture_output=True, check=True,
+                          timeout=_QUERY_TIMEOUT_S)
+    rows = (line.split(",") for line in done.stdout.splitlines() if line.strip())
+    return [(time.time(), int(index), float(used)) for index, used in rows]
+
+
+def _ask_machine() -> list[Sample]:
+    with open("/proc/meminfo") as meminfo:
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in meminfo}
+    return [(time.time(), 0, (kib["MemTotal"] - kib["MemAvailable"]) / 1024)]
+
+
+def peak_by_phase(samples: list[Sample], phases: Mapping[str, tuple[float, float]]) -> dict[str, float | None]:
     """MiB of the GPU that had most in use, in each phase (unix seconds, from and to). None without a sample.
 
     A phase shorter than the period has the samples around it.

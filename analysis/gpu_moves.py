@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.compare import compare_runs
-from analysis.device_memory import MemorySampler, peak_by_phase
+from analysis.device_memory import MemorySampler, Sample, peak_by_phase
 from analysis.log import Run, read_run, text
 from analysis.measures import job_iterations
 from analysis.moves import MoveFigures, compute_moves
@@ -38,7 +38,7 @@ class Arm:
 
     run: Run
     command: str
-    samples: list[tuple[float, int, float]]
+    samples: list[Sample]
 
     def only_move(self) -> MoveFigures:
         """Raises RunFailed if it wasn't committed."""

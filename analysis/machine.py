@@ -39,10 +39,10 @@ class Machine:
                 f"Python {self.python}; code {self.code[:12]}")
 
 
-def ask_machine(environment: dict[str, str] | None = None) -> Machine:
-    """What ranks started with this environment will find. Raises RuntimeError with what went wrong."""
-    done = subprocess.run([sys.executable, "-m", "analysis.machine"], cwd=_ROOT, env=environment, text=True,
-                          stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S)
+def ask_machine() -> Machine:
+    """What ranks started in this environment will find. Raises RuntimeError with what went wrong."""
+    done = subprocess.run([sys.executable, "-m", "analysis.machine"], cwd=_ROOT, text=True, stdin=subprocess.DEVNULL,
+                          capture_output=True, timeout=_TIMEOUT_S)
     if done.returncode:
         raise RuntimeError(f"python -m analysis.machine ended with {done.returncode}: {done.stderr[-1500:]}")
     found = json.loads(done.stdout)

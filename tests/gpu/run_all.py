@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from analysis.results import format_value, markdown_table, write_whole  # noqa: 
 
 COMMANDS = {"mpi": ["bash", "tests/run_mpi_tests.sh"],
             "gpu": [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "tests/gpu"]}
+TIMED_OUT, GRACE_S = 124, 15.0
 TITLES = {"mpi": "The tests in 4 ranks (tests/mpi)", "gpu": "Memory, policies, aborts and whole runs (tests/gpu)"}
 
 
@@ -31,14 +33,17 @@ def main(argv: list[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(COMMANDS), help="one part (default: both)")
     parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument("--time-box", type=float, default=3600.0, metavar="S", help="for everything; a part that would "
+                        "outlast it is ended, and what it had found is kept (default: %(default)g)")
     parser.add_argument("pytest", nargs="*", help="passed to pytest, after --")
     args = parser.parse_args(argv)
+    ends_s = time.monotonic() + args.time_box
     machine = ask_machine()
     out = args.out or ROOT / ("analysis/results" if machine.gpus else "build/results")
     file = out / "test_gpu.json"
     parts: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for name in [args.only] if args.only else COMMANDS:
-        parts[name] = run_part(name, args.pytest) | {"machine": machine.describe()}
+        parts[name] = run_part(name, args.pytest, ends_s - time.monotonic()) | {"machine": machine.describe()}
         write_whole(file, json.dumps(parts, indent=1) + "\n")
         write_whole(out / "test_gpu.md", build_markdown(parts))
     print(build_markdown(parts))
@@ -46,14 +51,25 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if any(part["exit_code"] for part in parts.values()) else 0
 
 
-def run_part(name: str, options: list[str]) -> dict[str, Any]:
+def run_part(name: str, options: list[str], timeout_s: float) -> dict[str, Any]:
     """Runs one part; its output goes where this program's goes. Returns the exit code and a row for each test."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
-        done = subprocess.run([*COMMANDS[name], "--results", str(path), *options], cwd=ROOT, stdin=subprocess.DEVNULL,
-                              env={**os.environ, "PYTHON": sys.executable})
+        process = subprocess.Popen([*COMMANDS[name], "--results", str(path), *options], cwd=ROOT,
+                                   stdin=subprocess.DEVNULL, env={**os.environ, "PYTHON": sys.executable})
+        try:
+            code = process.wait(max(timeout_s, 1.0))
+        except subprocess.TimeoutExpired:
+            print(f"run_all: {name} isn't done and the time box is used up; it is ended", file=sys.stderr, flush=True)
+            code = TIMED_OUT
+            process.terminate()
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         lines = path.read_text().splitlines() if path.exists() else []
-    return {"exit_code": done.returncode, "rows": [json.loads(line) for line in lines]}
+    return {"exit_code": code, "rows": [json.loads(line) for line in lines]}
 
 
 def build_markdown(parts: dict[str, Any]) -> str:
