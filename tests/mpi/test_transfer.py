@@ -33,7 +33,8 @@ def connected_pair() -> Iterator[Communicator]:
     """This rank's pair. Collective over the world."""
     server, store = new_store()
     number, side = divmod(world().rank, 2)
-    pair = shared_groups().prepare_pair(f"pair{number}", store, side, WAIT_S, 2 * WAIT_S)
+    pair = shared_groups().make_pair(f"pair{number}", side)
+    shared_groups().prepare_pair(pair, store, WAIT_S, 2 * WAIT_S)
     yield pair
     shared_groups().release_pair(pair)
     world().barrier()
