@@ -52,7 +52,7 @@ class Actions:
         self._positions: dict[int, int] = {}
         self._may_be_closed = False  # old communicators of the move under way: members were told to make room
         self._unconnected: set[str] = set()  # prepared groups of the move under way that can be connected ahead
-        self._connect_s = 0.0  # the longest that connecting one of them took a member before
+        self._connect_s = 0.0  # what connecting a group took before, at the slowest member
         self._times_s: deque[float] = deque(maxlen=5)  # of the last iterations
         self._ended = False
 

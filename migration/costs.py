@@ -1,6 +1,7 @@
 """What the stages of communicators took, from the communicators into the log. Measures nothing itself."""
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from migration.groups import Groups
@@ -20,6 +21,6 @@ def log_costs(timeline: Timeline, costs: list[dict[str, Any]], *, move: int, slo
         timeline.add_communicator(move=move, slot=slot, **columns)
 
 
-def longest_connect_s(groups: Groups) -> float:
-    """What connecting one communicator took here, at most; 0.0 where nothing is known."""
-    return max((c.costs["connect"].seconds for c in groups.communicators if "connect" in c.costs), default=0.0)
+def median_connect_s(groups: Groups) -> float:
+    """What connecting one communicator took here; 0.0 where nothing is known."""
+    return median([c.costs["connect"].seconds for c in groups.communicators if "connect" in c.costs] or [0.0])

@@ -101,7 +101,7 @@ class Groups(Handles):
                 f"g{generation}/{handle.name}", handle.slots, store, time.monotonic() + timeout_s)
 
     def make_pair(self, name: str, group_rank: int) -> Communicator:
-        """Of a leaver (rank 0) and its joiner (rank 1). The caller can abort it at any time; `release_pair` frees it."""
+        """Of a leaver (rank 0) and its joiner (1). The caller can abort it at any time; `release_pair` frees it."""
         return self._maker.make_pair(name, group_rank)
 
     def prepare_pair(self, pair: Communicator, store: dist.Store, timeout_s: float, operation_timeout_s: float) -> None:

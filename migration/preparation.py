@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from migration import leader, wire
 from migration.check_measure import measure_pair, used_bytes
 from migration.communicators.base import OPERATION_TIMEOUT_S
-from migration.stores import connect_store
-from migration.costs import longest_connect_s
+from migration.costs import median_connect_s
 from migration.move import Report
 from migration.part import Part
+from migration.stores import connect_store
 
 if TYPE_CHECKING:
     from migration.member import Member
@@ -43,7 +43,7 @@ def _run(member: Member, part: Part) -> None:
             ahead = member.options.connect == "ahead" and not part.arm.stops_first
             member.report(part, Report.PREPARED, [old, new], position=member.position,
                           connect=member.groups.unconnected if ahead else [], figures=_figures(member, part),
-                          connect_s=longest_connect_s(member.groups), room=member.groups.room(part.plan.slots))
+                          connect_s=median_connect_s(member.groups), room=member.groups.room(part.plan.slots))
         if part.sender is not None and member.wait_for(lambda: part.verdict) == "SWITCH":
             leader.finish_stream(member, part)
     except Exception as error:  # whatever it is, the controller decides: the move aborts, training goes on
