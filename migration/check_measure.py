@@ -29,17 +29,20 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def measure_matmul(device: torch.device, slowdown: int = 1) -> float:
-    """Floating-point operations per second of square products, as wide as the device likes. `slowdown`: for tests."""
+    """Floating-point operations per second of square products, as wide as the device likes.
+
+    `slowdown`, for tests: so many products are taken for one.
+    """
     left, right, out = _factors(device, *_MATMUL[device.type])
     best = 0.0
     for _ in range(_NUM_WINDOWS):
         _finish(device)
         num, started_s = 0, time.perf_counter()
-        while (now_s := time.perf_counter()) < started_s + _WINDOW_S or not num:
-            torch.matmul(left, right, out=out)
+        while time.perf_counter() < started_s + _WINDOW_S or not num:
+            for _ in range(slowdown):
+                torch.matmul(left, right, out=out)
             _finish(device)
             num += 1
-            time.sleep((slowdown - 1) * (time.perf_counter() - now_s))
         best = max(best, num * _operations(out) / (time.perf_counter() - started_s))
     return best
 
@@ -48,7 +51,6 @@ def _measure_short_matmul(device: torch.device, slowdown: int) -> float:
     """The same beside training. One product at a time: some will have the core, or the GPU, for themselves.
 
     A number of products and not a time: where a process must wait for its core, time passes without a product.
-    `slowdown`, for tests: so many are taken for one.
     """
     left, right, out = _factors(device, *_SHORT_MATMUL[device.type])
     best = 0.0

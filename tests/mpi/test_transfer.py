@@ -57,7 +57,8 @@ def test_a_poisoned_joiner_becomes_its_leaver(changes: dict[str, object], monkey
 
 MISFITS = {
     "another shape": ({}, {"hidden_size": 32}, "state kind .*differ in name, dtype or shape"),
-    "another dtype": ({}, {"dtype": "fp32"}, "state kind .*torch.bfloat16"),
+    "another dtype": ({}, {"dtype": "fp16"}, "state kind .*torch.bfloat16"),
+    "main parameters that only the leaver has": ({}, {"dtype": "fp32"}, "state kind main_parameters"),
     "fewer tensors": ({}, {"num_layers": 1}, "state kind .*differ in name, dtype or shape"),
     "a kind that only the leaver has": ({"dtype": "fp16"}, {"dtype": "bf16"}, "state kind"),
     "a value that only the joiner has": ({}, {"overlap_grad_reduce": True},
