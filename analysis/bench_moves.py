@@ -29,10 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--moves", type=int, default=20, help="b1->b3 and back, so often (default: %(default)s)")
     parser.add_argument("--restarts", type=int, default=3, help="saves and restarts (default: %(default)s)")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE")
+    parser.add_argument("--warm-up", default="synthetic", choices=("off", "synthetic", "recorded"),
+                        help="of joiners, as in harness.py (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure_moves(Path(folder), args.moves, args.settings)
+        figures = measure_moves(Path(folder), args.moves, args.settings, args.warm_up)
         restarts = [measure_restart(Path(folder) / f"restart{i}", args.settings) for i in range(args.restarts)]
     if restarts:
         figures |= {name: statistics.median(r[name] for r in restarts) for name in restarts[0]}
@@ -41,12 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure_moves(folder: Path, num_moves: int, settings: list[str]) -> dict[str, Any]:
+def measure_moves(folder: Path, num_moves: int, settings: list[str], warm_up: str = "synthetic") -> dict[str, Any]:
     """One run with `num_moves` moves of host b1 to b3 and back. Seconds, medians over the moves."""
     moves = []
     for i in range(num_moves):
         moves += ["--vacate", f"{('b1->b3', 'b3->b1')[i % 2]}@{_SPACING * (i + 1)}"]
-    arguments = [*settings_arguments(settings), "--set", f"iterations={_SPACING * (num_moves + 2)}", "--lead", "4"]
+    arguments = [*settings_arguments(settings), "--set", f"iterations={_SPACING * (num_moves + 2)}", "--lead", "4",
+                 "--warm-up", warm_up]
     run = _train(folder / "moves", [*arguments, *moves])
     rows = [m for m in compute_moves(run) if m.outcome == "COMMITTED"]
     if len(rows) != num_moves:
@@ -63,7 +66,9 @@ def measure_moves(folder: Path, num_moves: int, settings: list[str]) -> dict[str
             "preparing_slowdown": median([m.preparing.median_slowdown if m.preparing else None for m in rows]),
             "preparing_stall_s": median([m.preparing.median_stall_s if m.preparing else None for m in rows]),
             "first_iteration_s": median([m.first_iteration_s for m in rows]),
-            "first_iteration_over_median": median([m.first_iteration_s for m in rows]) / whole.median_s}
+            "first_iteration_over_median": median([m.first_iteration_s for m in rows]) / whole.median_s,
+            # every later joiner has trained before: this one alone shows what a warm-up is worth
+            "cold_first_iteration_over_median": rows[0].first_iteration_s / whole.median_s}
 
 
 def measure_restart(folder: Path, settings: list[str]) -> dict[str, float]:
@@ -107,7 +112,8 @@ def _table(figures: dict[str, Any], num_moves: int, num_restarts: int) -> str:
              f"  stall of an iteration while preparing  {ms['preparing_stall_s']:8.0f} ms   "
              f"{figures['preparing_slowdown']:+.0%} job-wide",
              f"  first iteration after the switch       {ms['first_iteration_s']:8.0f} ms   "
-             f"{figures['first_iteration_over_median']:.2f} x the median"]
+             f"{figures['first_iteration_over_median']:.2f} x the median; after the first move, to processes that had "
+             f"not trained before, {figures['cold_first_iteration_over_median']:.2f} x"]
     if num_restarts:
         lines += [f"{num_restarts} saves and restarts of the same job; medians",
                   f"  stop of the last iteration to end of the first  {ms['restart_s']:8.0f} ms   "

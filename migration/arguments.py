@@ -79,6 +79,18 @@ def build_parser() -> Parser:
                        "faster than this while training goes on (default: no limit)")
     moves.add_argument("--require-bitwise", action="store_true", help="abort a move after which sums would have other "
                        "bits, instead of saying so")
+    moves.add_argument("--warm-up", default="synthetic", choices=("off", "synthetic", "recorded"), help="a joiner runs "
+                       "a shadow iteration that no peer takes part in: with made-up answers, or with those that its "
+                       "slot got in the run's first iteration, kept in RUN/recordings; recorded also compares every "
+                       "call and the loss (default: %(default)s)")
+    moves.add_argument("--record-limit", type=int, default=64, metavar="MIB", help="host memory, and size of the "
+                       "file, of such a recording per slot: what is large against it is kept in part (default: "
+                       "%(default)s)")
+    moves.add_argument("--joiner-traffic", default="real", choices=("real", "none"), help="in the shadow iteration, "
+                       "groups whose members are all joiners on one host communicate for real (default: %(default)s)")
+    moves.add_argument("--standby", default="auto", choices=("auto", "cold", "warm"), help="warm: spares build and run "
+                       "each pipeline role (first, middle, last) once before any move is asked for; auto is warm on "
+                       "GPUs and cold on CPUs, where it would take the cores of training (default: %(default)s)")
     moves.add_argument("--accept", default="", metavar="NAME=SHARE,...", help="what a joiner must have of its leaver's "
                        "matmul rate, used memory and bandwidth, else the move aborts (default: " + _default_limits()
                        + "); none: don't measure")
@@ -144,6 +156,8 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
     for name in ("prepare_deadline", "switch_deadline", "heartbeat_timeout", "orphan_timeout"):
         if not 0 < getattr(args, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0 s, and finite")
+    if args.record_limit < 1:
+        raise UserError(f"--record-limit {args.record_limit}: must be at least 1 MiB")
     if not 0 <= args.transfer_limit < float("inf"):
         raise UserError(f"--transfer-limit {args.transfer_limit:g}: must be 0 (none) or a number of MB/s")
     parse_pins(args.nccl_pin)
@@ -162,4 +176,6 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         accept=args.accept, save_at=args.save_at, switch=args.nccl_switch, connect=args.connect, allow_lazy=args.allow_lazy,
         pins=args.nccl_pin,
         load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state),
-        slow_joiner_s=args.slow_joiner)
+        slow_joiner_s=args.slow_joiner,
+        warm_up=args.warm_up, record_limit_mib=args.record_limit,
+        joiner_traffic=args.joiner_traffic == "real", standby=args.standby)

@@ -62,6 +62,8 @@ class Controller(Actions):
 
     def _on_started(self, record: Record) -> None:
         self._started.add(record["from"])
+        if len(self._started) == self.config.job_size:
+            self._broadcast("BEGUN")
 
     def _on_progress(self, record: Record) -> None:
         self._positions[record["from"]] = record["iteration"]

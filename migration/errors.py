@@ -22,3 +22,7 @@ class IllegalEvent(RuntimeError):
 
 class StateMismatch(MoveFailed):
     """The state of leaver and joiner differ in names, shapes, dtypes or bits."""
+
+
+class WarmUpMismatch(MoveFailed):
+    """A joiner's shadow iteration made another call than its slot's recorded first iteration."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +22,21 @@ from migration.communicators.base import Communicator
 from migration.communicators.closer import Closer
 from migration.communicators.makers import GlooMaker, Maker
 from migration.errors import MoveFailed
-from migration.handles import Handles
+from migration.handles import Handles, place
 from migration.stores import connect_store
 from third_party.pytorch import process_group as wiring
+
+
+CLOSE_PAUSE_S = 0.05
 
 
 class Groups(Handles):
     """Every handle of this process, their live communicators, and those of the generation being prepared.
 
-    `maker` makes the real ones.
+    `maker` makes the real ones; `close_pause_s` lies between two that are closed.
     """
 
-    def __init__(self, device: torch.device, maker: Maker | None = None) -> None:
+    def __init__(self, device: torch.device, maker: Maker | None = None, close_pause_s: float = CLOSE_PAUSE_S) -> None:
         super().__init__()
         self.device = device
         self._maker = maker or GlooMaker()
@@ -41,7 +45,7 @@ class Groups(Handles):
         self._next_lock = threading.Lock()
         self._is_aborting = False  # the generation being prepared: nothing may be added to it any more
         self._solo: Communicator | None = None
-        self._closer = Closer()
+        self._closer = Closer(close_pause_s)
 
     def close(self) -> None:
         """Forget the slot: drop torch's world and close every live communicator in the background."""
@@ -64,17 +68,36 @@ class Groups(Handles):
 
     # ---- the next generation
 
-    def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float) -> str:
+    def connect_among_joiners(self, names: Iterable[str]) -> dict[str, Any]:
+        """Connect prepared groups whose members are all joiners; returns what their handles may forward to.
+
+        Collective over each of these groups. By the training thread. Raises MoveFailed if one isn't prepared.
+        """
+        found = {}
+        for name in names:
+            if name not in self._next or self._next[name].inner is None:
+                raise MoveFailed(f"group {name} among the joiners was not prepared; its preparation says why")
+            self._activate(self._next[name])
+            found[name] = self._next[name].inner
+        return found
+
+    def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float, *,
+                first: Iterable[str] = (), when_first: Callable[[], None] = lambda: None) -> str:
         """Stage 1: build the next generation's communicators of the groups touched by `slots`, one after the other.
 
-        Collective over each group. Runs on the prepare thread beside training. Returns the digest of the adversarial
-        reductions on them. Raises RuntimeError when a member doesn't come in `timeout_s` or the move is aborted.
+        Those named in `first`, which have joiners only, come first, and then `when_first` is called: still one order on
+        all members. Collective over each group. Runs on the prepare thread beside training. Returns the digest of the
+        adversarial reductions on them. Raises RuntimeError when a member doesn't come in `timeout_s` or the move is
+        aborted.
         """
         assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"
-        handles = self.touched(slots)
+        early = set(first)
+        handles = sorted(self.touched(slots), key=lambda h: h.name not in early)  # stable
         with self._maker.background():
             self._make_solo()
-            for handle in handles:
+            for number, handle in enumerate(handles):
+                if number == len(early):
+                    when_first()
                 communicator = self._maker.make(f"g{generation}/{handle.name}", handle.slots, handle.rank(),
                                                 num_groups=len(handles))
                 self._add_next(handle.name, communicator)  # before it is prepared: `abort_next` can end that too
@@ -86,7 +109,12 @@ class Groups(Handles):
                 self._maker.connect_ahead(communicator)
                 if communicator.probes_when_prepared:
                     communicator.probe(self.device)
-        return _join(self._next.values(), when_prepared=True)
+        when_first()  # once more, where these were all
+        return _join(self._in_order(), when_prepared=True)
+
+    def _in_order(self) -> list[Communicator]:
+        """The prepared communicators in the order of `touched`, as a leaver lists the digests of its old ones."""
+        return [self._next[name] for name in sorted(self._next, key=place)]
 
     def _add_next(self, name: str, communicator: Communicator) -> None:
         with self._next_lock:
@@ -140,8 +168,9 @@ class Groups(Handles):
 
     # Parking, resuming, rebuilding and activating are each one sweep over the groups in the order of `touched`, and the
     # sweeps come one after the other. So every process works through a part of one global sequence of collective
-    # operations. Of those not done yet take the first: each of its members has done all that comes before, and is at it
-    # or on its way to it without waiting for anything else. So it gets done, whatever subsets the members belong to.
+    # operations (at the head of which are the groups that have joiners only). Of those not done yet take the first:
+    # each of its members has done all that comes before, and is at it or on its way to it without waiting for anything
+    # else. So it gets done, whatever subsets the members belong to.
 
     def _old(self, slots: Iterable[int]) -> list[wiring.MigratableGroup]:
         """Touched handles with a live communicator: a joiner has none."""
@@ -170,7 +199,7 @@ class Groups(Handles):
         """
         for communicator in self._next.values():
             self._activate(communicator)
-        return _join(self._next.values(), when_prepared=False)
+        return _join(self._in_order(), when_prepared=False)
 
     def _activate(self, communicator: Communicator) -> None:
         communicator.activate()

@@ -5,7 +5,9 @@ communicator of a generation: groups.py puts these inside.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -37,7 +39,39 @@ class Handles:
         """Handles of more than one slot with a member in `slots`, in the order that is one on all members."""
         wanted = set(slots)
         found = [h for h in self.handles.values() if h.size() > 1 and wanted.intersection(h.slots)]
-        return sorted(found, key=lambda h: (len(h.name), h.name))  # torch's names are running numbers
+        return sorted(found, key=lambda h: place(h.name))
+
+    def within(self, slots: Iterable[int]) -> list[str]:
+        """Names of the groups of several slots that have no member outside `slots`, in the order of `touched`."""
+        wanted = set(slots)
+        return [h.name for h in self.touched(wanted) if wanted.issuperset(h.slots)]
+
+    def replace(self, make: Callable[[wiring.MigratableGroup], Any]) -> Callable[[], None]:
+        """From now on every handle of several slots forwards to what `make` gives for it; returns what undoes that.
+
+        By the training thread, with no operation outstanding, now and when it is undone. A handle that a commit has
+        pointed elsewhere meanwhile stays as it is.
+        """
+        changed = []
+        for handle in [h for h in self.handles.values() if h.size() > 1]:
+            before, handle.inner = handle.inner, make(handle)
+            changed.append((handle, before, handle.inner))
+
+        def undo() -> None:
+            for handle, before, inner in changed:
+                if handle.inner is inner:
+                    handle.inner = before
+
+        return undo
+
+    @contextlib.contextmanager
+    def replaced(self, make: Callable[[wiring.MigratableGroup], Any]) -> Iterator[None]:
+        """The same, for a block."""
+        undo = self.replace(make)
+        try:
+            yield
+        finally:
+            undo()
 
     def description(self, name: str) -> str:
         """What Megatron calls the group that torch calls `name`."""
@@ -49,3 +83,8 @@ class Handles:
             communicator = SandboxCommunicator(handle.name, handle.slots, handle.rank())
             communicator.prepare()
             handle.inner = communicator.inner
+
+
+def place(group_name: str) -> tuple[int, str]:
+    """The key of the order that is one on all members: torch's names are running numbers."""
+    return len(group_name), group_name

@@ -6,6 +6,7 @@ imported, since device.py has to be installed before megatron.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,10 @@ class IterationResult:
     skipped: bool
 
 
+class ShadowUnwanted(Exception):
+    """A shadow iteration was given up, since its process has something better to do."""
+
+
 class Job:
     """One slot's share of the training job, between two iterations or inside one."""
 
@@ -69,6 +74,7 @@ class Job:
         self.grad_norm = float("nan")  # of the last step
         self.stepped = True  # whether the last step was taken, or skipped for an overflow
         self.history = History()
+        self._is_unwanted: Callable[[], bool] | None = None  # of a shadow iteration
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._data_group = parallel_state.get_data_parallel_group()
         self._mask = torch.triu(torch.ones(config.seq_length, config.seq_length, dtype=torch.bool,
@@ -121,6 +127,8 @@ class Job:
             yield torch.from_numpy(tokens).to(self.device)
 
     def _forward_step(self, iterator: Any, model: Any) -> Any:
+        if self._is_unwanted is not None and self._is_unwanted():
+            raise ShadowUnwanted(f"slot {self.slot}: the shadow iteration is not wanted any more")
         tokens = next(iterator)
         positions = self._positions.expand(tokens.shape[0], -1)
         output = model(tokens[:, :-1], positions, self._mask, labels=tokens[:, 1:])
@@ -148,18 +156,21 @@ class Job:
             self.history.num_losses += 1
         self.history.num_skipped += not stepped
 
-    def run_shadow_iteration(self) -> None:
+    def run_shadow_iteration(self, is_unwanted: Callable[[], bool] = lambda: False) -> IterationResult:
         """One whole iteration in the sandbox: pays for kernels, allocator and lazy initialisation before the switch.
 
-        Its numbers mean nothing, and everything it changes is overwritten by the transfer.
+        Its numbers mean nothing unless the answers are a recording's, and everything it changes is overwritten by the
+        transfer. Raises ShadowUnwanted before the next micro-batch once `is_unwanted()`; the job is of no use then.
         """
+        self._is_unwanted = is_unwanted
         ddp_configs = [chunk.ddp_config for chunk in self.chunks]
         checks = [c.check_for_nan_in_grad for c in ddp_configs]
         for c in ddp_configs:
             c.check_for_nan_in_grad = False
         try:
-            self.run_iteration()
+            return self.run_iteration()
         finally:
+            self._is_unwanted = None
             for c, check in zip(ddp_configs, checks, strict=True):
                 c.check_for_nan_in_grad = check
 

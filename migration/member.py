@@ -51,6 +51,8 @@ class Member:
         self.part: Part | None = None
         self.job: Job | None = None  # of the slot, as its training thread showed it last
         self.started: Record | None = None
+        self.is_training = False  # every slot has started
+        self.warm_roles: set[str] = set()  # of pipelines, that this process has run; see warmup.py
         self.figures: Figures | None = None  # of this process, measured last; None: nobody wants them
         self._changed = threading.Condition()
         self._stop, self._begun = -1, False  # the stop (arms.py) that training has come to, and whether it is past it
@@ -129,6 +131,9 @@ class Member:
 
     def _on_start(self, record: Record) -> None:
         self.started = record
+
+    def _on_begun(self, _record: Record) -> None:
+        self.is_training = True
 
     def _on_controller(self, record: Record) -> None:
         self.term, self.controller = record["term"], record["controller"]

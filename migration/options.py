@@ -28,6 +28,10 @@ class Options:
     allow_lazy: bool = False  # old communicators may be closed before the commit, and are rebuilt if the move aborts
     pins: str = ""  # NAME=VALUE,... that fix the order of NCCL's sums, likewise
     connect: str = "ahead"  # when new ones are connected: ahead (by training, at boundaries), pause, background
+    warm_up: str = "synthetic"  # a joiner's shadow iteration: off, synthetic, recorded
+    joiner_traffic: bool = True  # in it, groups that have joiners of one host only communicate for real
+    record_limit_mib: int = 64  # host memory of a recording, per slot
+    standby: str = "auto"  # spares: cold, warm (every pipeline role has run in a sandbox), auto (warm on GPUs)
     progress_s: float = 2.0  # pause between progress lines where the output isn't a terminal
     save_at: int | None = None  # stop before this iteration and save every slot's state in RUN/checkpoint
     load: str = ""  # go on from such a checkpoint

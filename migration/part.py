@@ -39,6 +39,8 @@ class Part:
     stream_done: threading.Event = field(default_factory=threading.Event)  # the stream thread has ended, well or not
     prepare_thread: threading.Thread | None = None  # afterwards it is a leaver's stream thread
     warm: threading.Event = field(default_factory=threading.Event)  # a joiner's job is built and has run
+    among_joiners: tuple[str, ...] = ()  # a joiner's groups that have joiners of its own host only
+    among_joiners_prepared: threading.Event = field(default_factory=threading.Event)  # or never will be
     is_proven: bool = False  # a joiner has told what its first step gave (proof.py)
     bytes_per_s: float = 0.0  # from leaver to joiner, beside training
     wrong_probe: bool = False  # by a fault

@@ -49,6 +49,7 @@ def _run(member: Member, part: Part) -> None:
     except Exception as error:  # whatever it is, the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
     finally:
+        part.among_joiners_prepared.set()
         part.stream_done.set()
         member.leave(part)
 
@@ -67,7 +68,8 @@ def _build(member: Member, part: Part) -> tuple[str | None, str | None]:
         groups.learn_switches(part.generation, store, slots, timeout_s)
     else:
         with timeline.span("prepare_groups", "PREPARING", **part.tags(member.generation)):
-            new = groups.prepare(part.generation, store, slots, timeout_s)
+            new = groups.prepare(part.generation, store, slots, timeout_s, first=part.among_joiners,
+                                 when_first=part.among_joiners_prepared.set)
     if part.role != "stayer":
         with timeline.span("prepare_pair", "PREPARING", **part.tags(member.generation)):
             _build_pair(member, part, store)

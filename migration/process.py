@@ -22,6 +22,7 @@ from migration.bringup import Started
 from migration.check_measure import measure_figures, measure_slots
 from migration.communicators.makers import Maker, build_maker
 from migration.communicators.nccl_policy import parse_pins
+from migration.communicators.recorded import RecordingGroup
 from migration.config import Config
 from migration.controller import Controller
 from migration.costs import log_costs, take_costs
@@ -30,8 +31,10 @@ from migration.job import IterationResult, Job
 from migration.member import Member
 from migration.placement import take_gpu
 from migration.plan import Roster
+from migration.recording import Recorder, Recording, recording_path, save_recording
 from migration.stores import connect_store
 from migration.timeline import Clock, Timeline
+from migration.topology import pipeline_role
 from migration.world import Record, World
 
 _START_TIMEOUT_S = 300.0  # for the first generation: processes come up at different times
@@ -62,6 +65,7 @@ class Process:
         self.member.hold_at(self.options.schedule().holds)
         self._measure()
         self._controller: Controller | None = None
+        self._end_recording: Callable[[IterationResult], None] | None = None  # of a slot's first iteration
         if world.rank == 0:
             self._controller = self._make_controller(started.roster, 0)
         signal.signal(signal.SIGUSR2, lambda *_: self.member.vacate_own_host())
@@ -140,11 +144,39 @@ class Process:
         if self.options.load:
             with self.timeline.span("load", "STARTUP", slot=slot):
                 checkpoint.load(made, self.options.load)
+        self.member.warm_roles.add(pipeline_role(self.config, slot))
+        if self.options.warm_up == "recorded":
+            self._end_recording = self._record(made)
         self.member.tell("STARTED")
         return made
 
+    def _record(self, made: Job) -> Callable[[IterationResult], None]:
+        """From now on the slot's calls are recorded; returns what ends that, after the run's first iteration."""
+        recorder = Recorder(made.slot, self.options.record_limit_mib << 20, from_seeds=not self.options.load)
+        undo = self.groups.replace(lambda handle: RecordingGroup(handle, handle.inner, recorder))
+
+        def end(result: IterationResult) -> None:
+            undo()
+            recording = recorder.finish(result.loss, result.grad_norm)
+            threading.Thread(target=self._save, args=(recording,), name="recording", daemon=True).start()
+
+        return end
+
+    def _save(self, recording: Recording) -> None:
+        """Beside training. Where it fails the log says so, and a joiner that waits for the file says that."""
+        try:
+            with self.timeline.span("save_recording", "TRAINING", slot=recording.slot) as span:
+                save_recording(recording, recording_path(self.options.run, recording.slot))
+                span.bytes = recording.kept_bytes
+            self.timeline.add_event("recording", recording.describe())
+        except OSError as error:
+            self.timeline.add_event("error", f"slot {recording.slot}: its recording can't be written: {error}")
+
     def report_progress(self, made: Job, result: IterationResult, time_s: float) -> None:
         """Tell the controller where training is; the first slot of the last stage adds the loss."""
+        if self._end_recording is not None:
+            self._end_recording(result)
+            self._end_recording = None
         first_of_last_stage = self.config.job_size - self.config.tp * self.config.dp
         extra = {"loss": result.loss, "time_s": time_s} if made.slot == first_of_last_stage else {}
         self.member.tell("PROGRESS", iteration=made.iteration, **extra)

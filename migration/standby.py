@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from migration import device, preparation, state, switchover
+from migration import device, preparation, state, switchover, warmup
 from migration.check_measure import measure_figures
 from migration.config import Config
 from migration.data import Samples
@@ -24,6 +24,7 @@ def wait_for_slot(member: Member, config: Config, samples: Samples) -> Job:
 
     The process ends from the control thread when the run does.
     """
+    warmup.warm_standby(member, config, samples)
     while True:
         part = member.wait_for(lambda: member.part if member.part and member.part.role == "joiner" else None)
         job = _join(member, part, config, samples)
@@ -75,6 +76,8 @@ def _warm_up(member: Member, part: Part, config: Config, samples: Samples) -> Jo
     tags = part.tags(member.generation)
     with member.timeline.span("open_groups", "PREPARING", **tags):
         open_groups(config, part.slot, member.groups)
+    if part.arm.warms_up:
+        part.among_joiners = warmup.find_groups_among_joiners(member, part)
     preparation.start(member, part)
     fault = member.apply_fault("PREPARING", part)
     part.wrong_probe = fault == "corrupt"
@@ -82,8 +85,7 @@ def _warm_up(member: Member, part: Part, config: Config, samples: Samples) -> Jo
     with member.timeline.span("build", "PREPARING", **tags):
         job = Job(config, part.slot, member.groups, samples)
     if part.arm.warms_up:
-        with member.timeline.span("warm_up", "PREPARING", **tags):
-            job.run_shadow_iteration()
+        warmup.warm_up(member, part, job)
     while time.monotonic() - started_s < member.options.slow_joiner_s and not part.verdict:
         time.sleep(0.01)
     with member.timeline.span("poison", "PREPARING", **tags):

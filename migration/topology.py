@@ -91,6 +91,22 @@ def grid_of(config: Config) -> Grid:
     return Grid(tp=config.tp, pp=config.pp, dp=config.dp)
 
 
+def pipeline_role(config: Config, slot: int) -> str:
+    """What a slot's stage is to its pipeline: first, middle, last, or only. Stages of one role run the same kernels."""
+    stage = grid_of(config).coordinates(slot).pp
+    if config.pp == 1:
+        return "only"
+    return "first" if stage == 0 else "last" if stage == config.pp - 1 else "middle"
+
+
+def slots_of_roles(config: Config) -> dict[str, int]:
+    """Every role that the job's pipelines have, and the lowest slot that has it."""
+    found: dict[str, int] = {}
+    for slot in range(config.job_size):
+        found.setdefault(pipeline_role(config, slot), slot)
+    return found
+
+
 def stage_layers(config: Config) -> tuple[int, ...]:
     """Number of transformer layers on each pipeline stage, all its model chunks together.
 

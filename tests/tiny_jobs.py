@@ -48,7 +48,7 @@ def shared_groups() -> Groups:
     from migration import device
     from migration.communicators.makers import build_maker
     own = device.current_device()
-    return Groups(own, build_maker(own, "auto", connect_in_background=False))
+    return Groups(own, build_maker(own, "auto", connect_in_background=False), close_pause_s=0.0)  # tests wait for it
 
 
 @contextmanager

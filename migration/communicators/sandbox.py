@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Work
 from migration.communicators.base import Communicator
 
 
-class _Done(Work):
+class FinishedWork(Work):
     """A finished operation."""
 
     def wait(self, timeout: Any = None) -> bool:
@@ -43,14 +43,14 @@ class SandboxGroup:
 
     # every contribution stays what it was
     def _nothing(self, *_args: Any, **_kwargs: Any) -> Work:
-        return _Done()
+        return FinishedWork()
 
     allreduce = allreduce_coalesced = broadcast = reduce = barrier = send = _nothing
 
     def recv(self, tensors: Sequence[torch.Tensor], *_args: Any) -> Work:
         for tensor in tensors:
             tensor.detach().zero_()  # a pipeline's receive buffer requires gradients
-        return _Done()
+        return FinishedWork()
 
     def allgather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], *_a: Any) -> Work:
         for parts, source in zip(outputs, inputs, strict=True):
@@ -59,32 +59,32 @@ class SandboxGroup:
                     part.copy_(source)
                 else:
                     part.zero_()
-        return _Done()
+        return FinishedWork()
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, *_args: Any) -> Work:
         # in place is usual: the source is this rank's part of the output
         output.view(self._size, -1).copy_(source.reshape(1, -1).clone())
-        return _Done()
+        return FinishedWork()
 
     def allgather_into_tensor_coalesced(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
                                         *_args: Any) -> Work:
         for output, source in zip(outputs, inputs, strict=True):
             self._allgather_base(output, source)
-        return _Done()
+        return FinishedWork()
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, *_args: Any) -> Work:
         output.reshape(-1).copy_(source.view(self._size, -1)[self._rank].clone())
-        return _Done()
+        return FinishedWork()
 
     def reduce_scatter_tensor_coalesced(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
                                         *_args: Any) -> Work:
         for output, source in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(output, source)
-        return _Done()
+        return FinishedWork()
 
     def alltoall_base(self, output: torch.Tensor, *_args: Any) -> Work:
         output.zero_()
-        return _Done()
+        return FinishedWork()
 
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
     reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
@@ -99,7 +99,7 @@ class SandboxGroup:
         """Nothing to group."""
 
     def _end_coalescing(self, _device: torch.device) -> Work:
-        return _Done()
+        return FinishedWork()
 
 
 class SandboxCommunicator(Communicator):
