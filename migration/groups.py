@@ -27,10 +27,7 @@ from third_party.pytorch import process_group as wiring
 
 
 class Groups(Handles):
-    """Every handle of this process, their live communicators, and those of the generation being prepared.
-
-    `maker` makes the real ones.
-    """
+    """Handles of this process, their live communicators, and those of the next generation; `maker` makes them."""
 
     def __init__(self, device: torch.device, maker: Maker | None = None) -> None:
         super().__init__()
