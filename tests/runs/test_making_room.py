@@ -40,7 +40,7 @@ def test_nobody_parks_before_all_have_handed_over(harness: Harness, undisturbed:
                        "--switch-deadline", "6", "--fault", "hang@2:SWITCHING#0", np=10)
     result = completed(finished)
     assert outcomes(result) == ["ABORTED", "COMMITTED"]
-    assert "longer" in result["moves"][0]["reason"] and "rebuilt" not in result["moves"][0]["reason"]
+    assert "rebuilt" not in result["moves"][0]["reason"]
     spans = read_run(finished.run).spans
     parks = spans[spans["name"] == b"park"]
     assert set(parks["move"]) == {1}

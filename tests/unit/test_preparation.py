@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from migration import preparation
+from migration.arms import ARMS
 from migration.errors import MoveFailed
 from migration.member import Member
 from migration.part import Part
@@ -50,7 +51,7 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Member:
 def leaver() -> Part:
     plan = MovePlan(assignments=(Assignment(slot=0, leaver=0, joiner=1),))
     return Part(number=0, generation=1, plan=plan, role="leaver", slot=0, store=("127.0.0.1", 1),
-                prepare_timeout_s=WAIT_S)
+                prepare_timeout_s=WAIT_S, arm=ARMS["full"])
 
 
 def test_an_abort_ends_a_pair_that_is_being_prepared(member: Member) -> None:
