@@ -138,8 +138,7 @@ class Sender:
     def _take_turn(self) -> None:
         with self._gate:
             self._gate.wait_for(lambda: self._is_open or self._is_broken)
-            if self._is_broken:
-                raise MoveFailed("the stream of the state was stopped")
+            self._check()
             self._is_sending = True
             self.wait_for_step_before()
 
@@ -157,13 +156,17 @@ class Sender:
         """Keep to the rate limit, unless training waits."""
         with self._gate:
             self._gate.wait_for(lambda: not self._is_open or self._is_broken, max(0.0, seconds))
+            self._check()
+
+    def _check(self) -> None:
+        if self._is_broken:
+            raise MoveFailed("the stream of the state was stopped")
 
     def wait_for_stop(self, stop: int) -> None:
         """Until the training thread has opened the gate at `stop` or later. Raises MoveFailed if stopped."""
         with self._gate:
             self._gate.wait_for(lambda: self.stop >= stop or self._is_broken)
-            if self._is_broken:
-                raise MoveFailed("the stream of the state was stopped")
+            self._check()
 
     def wait_for_step_before(self) -> None:
         """On the device: what this thread issues from now on sees the last step done."""
