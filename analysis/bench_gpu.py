@@ -1,6 +1,6 @@
 """`python -m analysis.bench_gpu`: what moves cost on this machine's GPUs, part by part, as JSON and Markdown.
 
-    moves   8 processes on 4 virtual hosts, TP2 PP1 DP3 and a spare host: connected ahead, in the pause, parked
+    moves   8 processes on 4 virtual hosts, TP2 PP1 DP3 and a spare host: connected ahead, in the pause, parked, naive
     m24     32 processes on one GPU, TP4 PP2 DP3 and a spare host (--twin: an undisturbed run too, to be equal to)
     host    the host's cost of a collective against stock ProcessGroupNCCL, two ranks
     state   a slot's state over a pair against one bare send of as many bytes, two ranks
@@ -27,8 +27,11 @@ from analysis.ranks import ROOT, run_ranks
 from analysis.results import Figure, Section, build_markdown, read_sections, replace_section, write_sections
 from migration.placement import DEFAULTS
 
-AHEAD_AT_MOST = 0.05  # downtime connected ahead, over that of connecting in the pause
+AHEAD_AT_MOST = 0.05  # downtime connected ahead, over that of the naive arm: stop, build all, go
 PARK_SINCE = (2, 30, 3)  # NCCL
+ARMS = {  # the naive one last: the others are compared with it
+    "connected": ("--nccl-switch", "connected"), "connected in the pause": ("--connect", "pause"),
+    "parked": ("--nccl-switch", "parked"), "naive": ("--arm", "naive")}
 EQUAL = "Losses, gradient norms and final digests equal those of the same job left alone, bit for bit."
 HOSTS = ("--hosts", "b0,b1,b2,b3")
 MOVES = ("--np", "8", *HOSTS)
@@ -86,23 +89,22 @@ def moves(bench: Bench) -> Iterable[Section]:
     sizes = ("--set", f"iterations={bench.args.iterations}")
     alone = _train(bench, "undisturbed", (*MOVES, *sizes))
     vacate = ("--vacate", f"b1->b3@{bench.args.iterations // 2}", "--lead", f"{bench.args.iterations // 2 - 2}")
-    arms = {"connected ahead": (), "connected in the pause": ("--connect", "pause")}
-    if bench.can_park:
-        arms["parked"] = ("--nccl-switch", "parked")
     downtimes_s: dict[str, float] = {}
     figures: list[Figure] = []
     commands: list[str] = []
     problems: list[str] = []
-    for name, options in arms.items():
-        arm = _train(bench, name.replace(" ", "-"), (*MOVES, *sizes, *vacate, *options))
+    for name in bench.args.arms:
+        if name == "parked" and not bench.can_park:
+            continue
+        arm = _train(bench, name.replace(" ", "-"), (*MOVES, *sizes, *vacate, *ARMS[name]))
         downtimes_s[name] = arm.only_move().downtime_s or 0.0
         figures += move_figures(arm, name)
         commands.append(arm.command)
         problems.append(inequality(arm, alone.run))
-        if name == "connected in the pause":
-            figures.append(Figure(name="downtime over that of connecting in the pause", unit="x",
-                                  column="connected ahead", value=downtimes_s["connected ahead"] / downtimes_s[name],
-                                  at_most=AHEAD_AT_MOST if bench.on_gpu else None))
+        if name == "naive":
+            figures += [Figure(name="downtime over that of naive", column=other, value=seconds / downtimes_s[name],
+                               unit="x", at_most=AHEAD_AT_MOST if bench.on_gpu and other == "connected" else None)
+                        for other, seconds in downtimes_s.items()]
         yield _section(bench, "One move, 8 processes, TP2 PP1 DP3", figures, *commands,
                        problem="; ".join(filter(None, problems)), notes=("" if any(problems) else EQUAL,))
 
@@ -212,7 +214,7 @@ def _run_part(bench: Bench, name: str) -> Iterable[Section]:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m analysis.bench_gpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=_parts, help="comma-separated (default: all; m24 needs a GPU)")
+    parser.add_argument("--parts", type=_names_of(PARTS), help="comma-separated (default: all; m24 needs a GPU)")
     parser.add_argument("--out", type=Path, help="folder of bench_gpu.json and .md (default: analysis/results, or "
                         "build/results without a GPU)")
     parser.add_argument("--runs", help="folder for the run folders (default: a temporary one)")
@@ -221,6 +223,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
                         "would outlast it is ended (default: %(default)g)")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE",
                         help="of the jobs of moves and m24")
+    parser.add_argument("--arms", type=_names_of(ARMS), default=list(ARMS), help=f"moves: some of {', '.join(ARMS)}")
     parser.add_argument("--iterations", type=int, default=56, help="moves: of each run (default: %(default)s)")
     parser.add_argument("--m24-iterations", type=int, default=32, help="m24: (default: %(default)s)")
     parser.add_argument("--m24-connect", choices=("ahead", "pause"), default="ahead")
@@ -235,11 +238,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _parts(value: str) -> list[str]:
-    names = value.split(",")
-    if unknown := [name for name in names if name not in PARTS]:
-        raise argparse.ArgumentTypeError(f"there is no part {unknown[0]}; parts are: {', '.join(PARTS)}")
-    return names
+def _names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """A type for argparse: some of `known`, comma-separated, in the order of `known`."""
+    def read(value: str) -> list[str]:
+        names = value.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; take some of {', '.join(known)}")
+        return [name for name in known if name in names]
+
+    return read
 
 
 if __name__ == "__main__":

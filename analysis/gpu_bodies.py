@@ -53,22 +53,26 @@ def state_rate(own: Rank) -> dict[str, Any]:
     from migration.preload import preload
     preload()
     from analysis.prepare_beside import build_groups, build_job, config_of
-    from migration import state, transfer
+    from migration import state, transfer, wire
     config = config_of({"tp": 1, "dp": 1}, own.arguments["settings"])
     groups = build_groups(own, "connected")
     job = build_job(config, 0, groups)
     job.run_shadow_iteration()
     captured = state.capture(job)
-    pair = groups.prepare_pair("state", own.store, own.rank, TIMEOUT_S, 2 * TIMEOUT_S)
+    listener = wire.Listener(own.store, "state", "127.0.0.1") if own.rank == 1 else None
+    pair = groups.make_pair("state", own.rank)
+    groups.prepare_pair(pair, own.store, TIMEOUT_S, 2 * TIMEOUT_S)
+    words = listener.accept(TIMEOUT_S) if listener else wire.connect(own.store, "state", TIMEOUT_S)
     bare = _bare_transfer(own)
 
-    def as_a_move() -> int:
+    def as_a_move() -> None:
         if own.rank == 0:
-            return transfer.send_state(pair, captured, own.device)
-        header, num_header_bytes = transfer.receive_header(pair, own.device)
-        return num_header_bytes + transfer.receive_tensors(pair, header, captured)
+            transfer.send_state(pair, words, captured)
+        else:
+            transfer.receive_state(pair, words.receive(TIMEOUT_S), captured)
 
-    num_bytes = as_a_move()
+    as_a_move()
+    num_bytes = captured.num_bytes
     flat = torch.empty(num_bytes, dtype=torch.uint8, device=own.device)
     times_s: dict[str, list[float]] = {"state": [], "bare": []}
     bare(flat)
@@ -78,6 +82,7 @@ def state_rate(own: Rank) -> dict[str, Any]:
             started_s = time.perf_counter()
             call()
             times_s[which].append(time.perf_counter() - started_s)
+    words.close()
     groups.release_pair(pair)
     return {"bytes": num_bytes, "num_tensors": sum(map(len, captured.tensors.values())),
             **{f"{which}_s": statistics.median(times) for which, times in times_s.items()}}

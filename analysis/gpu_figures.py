@@ -36,7 +36,7 @@ def state_figures(rows: Sequence[dict[str, Any]], *, bound: bool) -> list[Figure
     state, bare = (joiner["bytes"] / joiner[f"{which}_s"] / 1e9 for which in ("state", "bare"))
     return [Figure(name="state of a slot", value=joiner["bytes"] / 1e9, unit="GB"),
             Figure(name="tensors", value=joiner["num_tensors"]),
-            Figure(name="state, with header", value=state, unit="GB/s"),
+            Figure(name="state, with its words", value=state, unit="GB/s"),
             Figure(name="bare send and receive of as many bytes", value=bare, unit="GB/s"),
             Figure(name="state over bare", value=state / bare, unit="x",
                    at_least=STATE_AT_LEAST if bound else None)]

@@ -1,12 +1,10 @@
 """Whole runs with one move, one for each arm, and the figures that their logs give. Knows nothing of GPUs' insides.
 
-The arms: an undisturbed run, to be equal to; new communicators connected ahead of the pause; in the pause, which is
-what a system without two stages would do; and old ones parked, where the library can.
+Each arm is compared with an undisturbed run, bit for bit; memory is sampled beside it.
 """
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,14 +16,14 @@ import numpy as np
 
 from analysis.compare import compare_runs
 from analysis.device_memory import MemorySampler, Sample, peak_by_phase
-from analysis.log import Run, read_run, text
+from analysis.log import Run, read_run
 from analysis.measures import job_iterations
 from analysis.moves import MoveFigures, compute_moves
 from analysis.results import Figure
 
 _ROOT = Path(__file__).resolve().parent.parent
 _GRACE_S = 20.0  # for a launcher that was told to end
-_COSTS = re.compile(r"(\w+) of (\d+) groups \(([^)]*)\): ([\d.]+) s, device memory ([+-]\d+) MiB")
+PHASES = ("PREPARING", "READY", "SWITCHING")  # whose spans are figures
 
 
 class RunFailed(RuntimeError):
@@ -89,32 +87,23 @@ def move_figures(arm: Arm, name: str) -> list[Figure]:
                ("groups rebuilt", move.num_groups_rebuilt, ""), ("groups kept", move.num_groups_kept, ""),
                ("state", move.transfer_bytes / 1e6, "MB"), ("state, all pairs", move.transfer_gb_per_s, "GB/s"),
                ("first iteration after the switch, over undisturbed", _ratio(move.first_iteration_s, iteration_s), "x"),
-               *_stage_rows(arm.run, move), *_slowdown_rows(arm.run, move),
+               *_stage_rows(move), *_slowdown_rows(arm.run, move),
                *((f"memory of the fullest GPU, {phase}", mib, "MiB")
                  for phase, mib in peak_by_phase(arm.samples, phases_of(arm.run, move)).items())]
     return [Figure(name=what, value=value, unit=unit, column=name) for what, value, unit in figures]
 
 
-def _stage_rows(run: Run, move: MoveFigures) -> list[tuple[str, float | str | None, str]]:
-    """Stage 1 and stage 2 a group, from what each process said of its communicators and from the spans."""
+def _stage_rows(move: MoveFigures) -> list[tuple[str, float | str | None, str]]:
+    """Each stage of the communicators, a group; then the spans of the move."""
     rows: list[tuple[str, float | str | None, str]] = []
-    said = [found.groups() for event in run.events[run.events["move"] == move.move]
-            if (found := _COSTS.search(text(event["text"])))]
-    for stage, title in (("prepare", "stage 1"), ("connect", "stage 2")):
-        some = [(float(seconds) / int(num), float(mib) / int(num)) for name, num, _, seconds, mib in said
-                if name == stage]
-        if some:
-            seconds, mib = np.median(np.array(some), axis=0)
-            rows += [(f"{title} a group, median of processes", float(seconds), "s"),
-                     (f"{title}, device memory a group, whoever took it", float(mib), "MiB")]
-    switches = sorted({switch for _, _, switch, _, _ in said})
-    rows += [("switch", ", ".join(switches), "")] if switches else []
-    spans = {(span.phase, span.name): span.longest_s for span in move.spans}
-    for phase, name in (("PREPARING", "prepare_groups"), ("READY", "connect"), ("SWITCHING", "activate"),
-                        ("SWITCHING", "park"), ("SWITCHING", "transfer"), ("SWITCHING", "digest")):
-        if (phase, name) in spans:
-            rows.append((f"span {name} ({phase}), longest", spans[phase, name], "s"))
-    return rows
+    for cost in move.stages:
+        name = f"communicators, {cost.stage} a group"
+        rows += [(f"{name}, median", cost.median_s, "s"), (f"{name}, longest", cost.longest_s, "s"),
+                 (f"{name}, device memory, whoever took it", cost.median_device_bytes / 2**20, "MiB"),
+                 (f"communicators, {cost.stage} of all groups of a process, longest", cost.process_s, "s")]
+    rows.append(("old and new communicators", ", ".join(dict.fromkeys(cost.switch for cost in move.stages)), ""))
+    return rows + [(f"span {span.name} ({span.phase}), longest", span.longest_s, "s") for span in move.spans
+                   if span.phase in PHASES]
 
 
 def _slowdown_rows(run: Run, move: MoveFigures) -> list[tuple[str, float | None, str]]:

@@ -19,8 +19,9 @@ from analysis.ranks import Rank
 from migration.communicators.makers import build_maker
 from migration.config import Config, apply_settings
 from migration.data import Samples, open_source
-from migration.groups import Groups, connect_store, start_store
+from migration.groups import Groups
 from migration.job import Job, close_job, open_groups
+from migration.stores import connect_store, start_store
 
 TIMEOUT_S = 60.0  # of one preparation
 HANG_S = 150.0    # after which a round is hung

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tiny_jobs import shared_groups
 
 from migration.communicators.base import Communicator
+from migration.communicators.makers import Maker, build_maker
 from migration.groups import Groups
 from migration.stores import connect_store, start_store
 
@@ -35,6 +37,15 @@ def world() -> Any:
 def device() -> torch.device:
     """Where this rank's tensors are, and so the communicators under test: Gloo on the CPU, NCCL on a GPU."""
     return shared_groups().device
+
+
+def make_maker(switch: str, *, allow_lazy: bool = False) -> Maker:
+    """One that follows this policy, for this device. Skips the test where the library can't."""
+    if switch == "parked" and device().type == "cuda":
+        from nccl_bindings.library import load
+        if not load().has("park"):
+            pytest.skip("parking comes with NCCL 2.30.3; name one with LM_NCCL")
+    return build_maker(device(), switch, connect_in_background=False, allow_lazy=allow_lazy)
 
 
 def new_store() -> tuple[dist.TCPStore | None, dist.TCPStore]:

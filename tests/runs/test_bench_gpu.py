@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.timeout(600)
 def test_every_part_but_the_large_one(fork_server: ForkServer, tmp_path: Path) -> None:
-    small = ["--iterations", "10", "--rounds", "5", "--beside", "2", "--alone", "1", "--repeats", "2"]
+    small = ["--iterations", "10", "--rounds", "5", "--beside", "2", "--alone", "1", "--repeats", "2", "--arms",
+             "connected,naive"]
     command = [sys.executable, "-m", "analysis.bench_gpu", "--device", "cpu", "--out", str(tmp_path), *small]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", ADDRESS_VARIABLE: fork_server.address}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -28,8 +29,9 @@ def test_every_part_but_the_large_one(fork_server: ForkServer, tmp_path: Path) -
         "One move, 8 processes, TP2 PP1 DP3", "Host cost of a collective, two ranks",
         "A slot's state over a pair, each rank its own host", "Preparing beside training, two ranks"]
     moves, *_, beside = ({(f["column"], f["name"]): f["value"] for f in section["figures"]} for section in sections)
-    for column in ("connected ahead", "connected in the pause"):
+    for column in ("connected", "naive"):
         assert moves[column, "downtime"] > 0 and moves[column, "groups rebuilt"] == 16
+        assert moves[column, "communicators, prepare a group, median"] > 0
         assert moves[column, "memory of the fullest GPU, SWITCHING"] > 0
     assert "bit for bit" in sections[0]["notes"][0] and "bit for bit" in sections[-1]["notes"][1]
     assert beside["", "preparing iterations"] >= 5 and beside["", "preparation of all groups, longest"] > 0
