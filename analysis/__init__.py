@@ -1,6 +1,10 @@
 """What a run left behind, read back.
 
-log.py reads a run folder, measures.py turns it into figures, report.py prints them, plots.py draws them, and
-compare.py tells whether two runs are equal to the last bit. Nothing here takes part in a run: torch, MPI and the
-migration logic aren't imported, only the schema of the log and the errors.
+log.py reads a run folder, measures.py and moves.py turn it into figures, report.py prints them, plots.py draws them,
+and compare.py tells whether two runs are equal to the last bit. Nothing of these takes part in a run: torch, MPI and
+the migration logic aren't imported, only the schema of the log and the errors.
+
+Benchmarks start what they measure: bench_moves.py (CPU), wrapper_cost.py, and bench_gpu.py with gpu_moves.py (whole
+runs), gpu_bodies.py and prepare_beside.py (inside ranks, which ranks.py starts), gpu_figures.py, device_memory.py,
+machine.py, and results.py (targets, JSON, Markdown). results/ keeps the newest results of GPUs.
 """

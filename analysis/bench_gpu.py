@@ -81,27 +81,28 @@ class Bench:
         return left_s
 
 
-# ---- the parts; each returns its sections
+# ---- the parts
 
 
 def moves(bench: Bench) -> Iterable[Section]:
     """One move of b1, an arm after the other; the section is there again, with a column more, after each."""
+    half = bench.args.iterations // 2
     sizes = ("--set", f"iterations={bench.args.iterations}")
     alone = _train(bench, "undisturbed", (*MOVES, *sizes))
-    vacate = ("--vacate", f"b1->b3@{bench.args.iterations // 2}", "--lead", f"{bench.args.iterations // 2 - 2}")
-    downtimes_s: dict[str, float] = {}
-    figures: list[Figure] = []
-    commands: list[str] = []
-    problems: list[str] = []
+    vacate = ("--vacate", f"b1->b3@{half}", "--lead", f"{half - 2}")
+    downtimes_s, figures, commands, problems = {}, [], [], []
     for name in bench.args.arms:
         if name == "parked" and not bench.can_park:
             continue
-        arm = _train(bench, name.replace(" ", "-"), (*MOVES, *sizes, *vacate, *ARMS[name]))
-        downtimes_s[name] = arm.only_move().downtime_s or 0.0
-        figures += move_figures(arm, name)
-        commands.append(arm.command)
-        problems.append(inequality(arm, alone.run))
-        if name == "naive":
+        try:
+            arm = _train(bench, name.replace(" ", "-"), (*MOVES, *sizes, *vacate, *ARMS[name]))
+            figures += move_figures(arm, name)
+            downtimes_s[name] = arm.only_move().downtime_s
+            commands.append(arm.command)
+            problems.append(inequality(arm, alone.run))
+        except RunFailed as error:  # the other arms are still worth having
+            problems.append(f"{name}: {error}")
+        if name == "naive" and name in downtimes_s:
             figures += [Figure(name="downtime over that of naive", column=other, value=seconds / downtimes_s[name],
                                unit="x", at_most=AHEAD_AT_MOST if bench.on_gpu and other == "connected" else None)
                         for other, seconds in downtimes_s.items()]
@@ -114,13 +115,13 @@ def m24(bench: Bench) -> Iterable[Section]:
     half = bench.args.m24_iterations // 2
     sizes = (*M24, "--set", f"iterations={bench.args.m24_iterations}", *M24_DEADLINES)
     options = ("--vacate", f"b1->b3@{half}", "--lead", f"{half - 1}", "--connect", bench.args.m24_connect)
-    arm = _train(bench, "m24", (*sizes, *options), {"CUDA_VISIBLE_DEVICES": "0"} if bench.on_gpu else {})
+    one_gpu = {"CUDA_VISIBLE_DEVICES": "0"} if bench.on_gpu else {}
+    arm = _train(bench, "m24", (*sizes, *options), one_gpu)
     title, figures = "The m24 shape on one GPU, 32 processes, TP4 PP2 DP3", move_figures(arm, "")
     yield _section(bench, title, figures, arm.command,
                    notes=("Not compared with an undisturbed run; leaver and joiner were, by digest.",))
     if bench.args.twin:
-        alone = _train(bench, "m24-undisturbed", sizes, {"CUDA_VISIBLE_DEVICES": "0"} if bench.on_gpu else {})
-        problem = inequality(arm, alone.run)
+        problem = inequality(arm, _train(bench, "m24-undisturbed", sizes, one_gpu).run)
         yield _section(bench, title, figures, arm.command, problem=problem, notes=("" if problem else EQUAL,))
 
 
@@ -128,14 +129,14 @@ def host(bench: Bench) -> Iterable[Section]:
     arguments = {"repeats": bench.args.repeats * 10, "calls": 50}
     rows = run_ranks("analysis.gpu_bodies:host_cost", world=2, hosts=_own_gpus(bench), device=bench.device,
                      timeout_s=bench.left_s(200.0), arguments=arguments, environment=bench.environment)
-    yield _section(bench, "Host cost of a collective, two ranks",
-                   host_cost_figures(rows[0]["costs"], bound=bench.on_gpu))
+    figures = host_cost_figures(rows[0]["costs"], bound=bench.on_gpu)
+    yield _section(bench, "Host cost of a collective, two ranks", figures)
 
 
 def state(bench: Bench) -> Iterable[Section]:
     for hosts, way in (("one", "one host"), ("each", "each rank its own host")):
         if hosts == "one" and len(bench.machine.gpus) < 2:
-            continue  # two ranks of a host can't share a GPU, and to Gloo hosts are all the same
+            continue  # ranks of a host can't share a GPU; to Gloo hosts are all the same
         arguments = {"repeats": bench.args.repeats, "settings": bench.args.state_set or STATE[bench.on_gpu]}
         rows = run_ranks("analysis.gpu_bodies:state_rate", world=2, hosts=hosts, device=bench.device,
                          timeout_s=bench.left_s(200.0), arguments=arguments, environment=bench.environment)
@@ -150,11 +151,11 @@ def beside(bench: Bench) -> Iterable[Section]:
                      timeout_s=bench.left_s(580.0), arguments=arguments, environment=bench.environment)
     bound = len(bench.machine.gpus) >= 2
     figures, problem = beside_figures(rows, bound=bound, parked=switch == "parked")
-    notes = [f"{bench.args.rounds} rounds without a hang; {rows[0]['num_losses']} iterations; {rows[0]['num_groups']} "
-             f"groups; {'parked' if bench.can_park else 'not parked'}; {' '.join(arguments['settings'])}."]
-    notes += [] if problem else [EQUAL]
-    notes += [] if bound else ["The ranks share a processor or a GPU, so slowdown and memory are not judged."]
-    yield _section(bench, "Preparing beside training, two ranks", figures, problem=problem, notes=tuple(notes))
+    told = (f"{bench.args.rounds} rounds without a hang; {rows[0]['num_losses']} iterations; {rows[0]['num_groups']} "
+            f"groups; {'parked' if bench.can_park else 'not parked'}; {' '.join(arguments['settings'])}.")
+    shared = "" if bound else "The ranks share a processor or a GPU: slowdown and memory are not judged."
+    yield _section(bench, "Preparing beside training, two ranks", figures, problem=problem,
+                   notes=(told, "" if problem else EQUAL, shared))
 
 
 PARTS: dict[str, Callable[[Bench], Iterable[Section]]] = {
@@ -177,9 +178,6 @@ def _section(bench: Bench, title: str, figures: list[Figure], *commands: str, pr
     title += f" (NCCL {bench.machine.nccl})" if bench.on_gpu else ""
     return Section(title=title, machine=bench.machine.describe(), figures=tuple(figures), commands=commands,
                    notes=tuple(filter(None, notes)), problem=problem)
-
-
-# ---- the command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -219,8 +217,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
                         "build/results without a GPU)")
     parser.add_argument("--runs", help="folder for the run folders (default: a temporary one)")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--time-box", type=float, default=3600.0, metavar="S", help="for everything; a part that "
-                        "would outlast it is ended (default: %(default)g)")
+    parser.add_argument("--time-box", type=float, default=3600.0, metavar="S", help="for all (default: %(default)g)")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE",
                         help="of the jobs of moves and m24")
     parser.add_argument("--arms", type=_names_of(ARMS), default=list(ARMS), help=f"moves: some of {', '.join(ARMS)}")

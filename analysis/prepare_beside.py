@@ -47,8 +47,8 @@ def build_job(config: Config, slot: int, groups: Groups) -> Job:
 def beside(own: Rank) -> dict[str, Any]:
     """Arguments: settings, rounds, switch, beside (iterations from a preparation on), alone (those after it).
 
-    Returns iterations as [kind (gpu_figures.KINDS), seconds], rounds as {name: [...]}, resources after each round, and what differs from
-    the job left alone, empty if nothing does.
+    Returns iterations as [kind (gpu_figures.KINDS), seconds], rounds as {name: [...]}, resources after each round,
+    and what differs from the job left alone, empty if nothing does.
     """
     from migration.preload import preload
     preload()
