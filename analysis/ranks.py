@@ -9,6 +9,7 @@ import faulthandler
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,7 +79,9 @@ def run_ranks(function: str, *, world: int, hosts: str, device: str = "cuda", ti
         for process in processes:
             process.kill()
             process.wait()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    shutil.rmtree(folder)  # what failed stays to be looked at
+    return results
 
 
 def _wait(function: str, processes: list[subprocess.Popen[bytes]], folder: Path, ends_s: float) -> None:

@@ -80,7 +80,7 @@ def test_joiners_repeat_what_the_leavers_did_over_groups_of_their_own(job: Job) 
         assert "in part" in compare(emptied, result, must_be_equal=True)
         job.groups.activate()
         job.groups.adopt()
-        total = torch.tensor([10.0 ** job.slot])
+        total = torch.tensor([10.0 ** job.slot], device=job.device)
         dist.all_reduce(total)
         assert total.item() == 11.0, "the same communicators serve the next generation"
     comm.barrier()
