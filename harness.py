@@ -87,6 +87,8 @@ def run_process(argv: list[str]) -> int:
         return end(2)
     marks["mpi"] = clock()
     try:
+        from migration.footprint import write_footprint
+        write_footprint(started.options.run, world.rank, world.hellos[world.rank]["host"])
         from migration.preload import preload
         preload()
         from migration.process import Process

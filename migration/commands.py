@@ -127,6 +127,16 @@ def _demo(argv: list[str]) -> int:
     return demo(argv)
 
 
+def _kill(argv: list[str]) -> int:
+    from migration.kill import kill
+    return kill(argv)
+
+
+def _sync(argv: list[str]) -> int:
+    from migration.sync import sync
+    return sync(argv)
+
+
 def _check(argv: list[str]) -> int:
     from migration.check import launch_check
     return launch_check(argv)
@@ -136,7 +146,8 @@ def _add_run(parser: Parser) -> None:
     parser.add_argument("--run", required=True, help="folder of the running job, as it was printed at its start")
 
 
-COMMANDS = {"request": _request, "status": _status, "cancel": _cancel, "plan": _plan, "demo": _demo, "check": _check}
+COMMANDS = {"request": _request, "status": _status, "cancel": _cancel, "kill": _kill, "plan": _plan, "demo": _demo,
+            "check": _check, "sync": _sync}
 
 
 def run(argv: list[str]) -> int:
