@@ -71,6 +71,7 @@ def run_process(argv: list[str]) -> int:
     """One MPI process of a run. Ends by os._exit from the control thread, or returns 2 for a user's error."""
     from migration.timeline import Clock
     from migration.world import World
+    from migration.launch import tell_refused
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until this process knows its host
     clock, world = Clock(), World()
     marks = {"start": clock()}
@@ -84,7 +85,11 @@ def run_process(argv: list[str]) -> int:
     except UserError as error:
         if own_rank() == 0:
             sys.stderr.write(f"harness: {error}\n")
+            tell_refused()
         return end(2)
+    except TimeoutError as error:  # perhaps rank 0 isn't there: each says it
+        sys.stderr.write(f"harness: rank {own_rank()}: {error}\n")
+        return end(1)
     marks["mpi"] = clock()
     try:
         from migration.footprint import write_footprint
@@ -129,9 +134,19 @@ def end(code: int) -> int:
 def main(argv: list[str]) -> int:
     """Dispatch: a command, the launcher (--np), or one process under mpirun."""
     from migration import commands
-    under_launcher = any(name in os.environ for name in RANK_VARIABLES)
+    launchers = [name for name in RANK_VARIABLES if name in os.environ]
+    starts_itself = any(argument == "--np" or argument.startswith("--np=") for argument in argv)
+    # the shell of a batch job has a rank of Slurm's too, and --np may be typed there
+    under_launcher = bool(launchers) and not (starts_itself and launchers == ["SLURM_PROCID"])
+    if under_launcher and own_rank() > 0 and not {"-h", "--help", "--list-profiles"}.isdisjoint(argv):
+        return 0  # rank 0 shows it
     if argv and argv[0] in commands.COMMANDS and not (argv[0] == "check" and under_launcher):
         return commands.run(argv)
+    if argv and not argv[0].startswith("-") and argv[0] != "check":
+        raise UserError(f"{argv[0]}: there is no such command; commands are {', '.join(commands.COMMANDS)}; a run takes "
+                        "options only (see python harness.py --help)")
+    if "--list-profiles" in argv:
+        return commands.list_profiles(argv)
     if under_launcher and ADDRESS_VARIABLE in os.environ and not forked_here():
         hand_over(os.environ[ADDRESS_VARIABLE], argv)
     if under_launcher:
@@ -143,5 +158,6 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        sys.stderr.write(f"harness: {error}\n")
+        if own_rank() == 0:
+            sys.stderr.write(f"harness: {error}\n")
         sys.exit(2)

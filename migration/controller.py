@@ -206,12 +206,13 @@ class Controller(Actions):
             self._current = None
             return
         self._acceptance = Acceptance(plan, self._tally.roster.hosts, self.options.accept)
-        self._move = MoveRecord(request=pending.text, plan=plan, term=self.term, requested_s=self.timeline.clock())
+        self._move = MoveRecord(request=pending.text, request_id=pending.id, plan=plan, term=self.term,
+                                requested_s=self.timeline.clock())
         self._act(self._tally.request(plan))
 
     def _refuse(self, pending: Pending, reason: str) -> None:
         self._say(f"move {pending.text} refused: {reason}")
-        self._record.refuse(pending.text, reason, self._tally.generation, self.term)
+        self._record.refuse(pending.text, pending.id, reason, self._tally.generation, self.term)
 
     def _request(self, text: str, origin: str) -> int:
         """Take a request; returns its number. Raises UserError if it can't be done as things stand."""

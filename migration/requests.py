@@ -125,6 +125,15 @@ def send_request(run: str, request: dict[str, Any], *, timeout_s: float = _TIMEO
     return reply
 
 
+def read_result(run: str) -> dict[str, Any]:
+    """What a run that is over has left. Raises UserError where it left nothing: it was killed, or goes on."""
+    path = Path(run) / "result.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--run {run}: no job answers there, and it left no result ({path}: {error})") from None
+
+
 def _read_contact(run: str) -> dict[str, Any]:
     path = Path(run) / "controller.json"
     if not Path(run).is_dir():
