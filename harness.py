@@ -143,8 +143,8 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] in commands.COMMANDS and not (argv[0] == "check" and under_launcher):
         return commands.run(argv)
     if argv and not argv[0].startswith("-") and argv[0] != "check":
-        raise UserError(f"{argv[0]}: there is no such command; commands are {', '.join(commands.COMMANDS)}; a run takes "
-                        "options only (see python harness.py --help)")
+        raise UserError(f"{argv[0]}: there is no such command; commands are {', '.join(commands.COMMANDS)}; a run "
+                        "takes options only (see python harness.py --help)")
     if "--list-profiles" in argv:
         return commands.list_profiles(argv)
     if under_launcher and ADDRESS_VARIABLE in os.environ and not forked_here():

@@ -45,8 +45,9 @@ def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_impo
     """Runs `program` with `argv` in `num_processes` processes; returns the exit code of the run.
 
     argv already contains `--run run_dir` and no `--np`. 0: the run says it completed, 1: it failed or left no result,
-    2: its processes refused to start it and have said why, 128+N: the launcher was ended by signal N. share_imports: processes are copies of one that ran `preload`, and call
-    `entry` (see forkserver.py); a server named by LM_FORKSERVER is used, else one is made for this run.
+    2: its processes refused to start and have said why, 128+N: the launcher was ended by signal N. share_imports:
+    processes are copies of one that ran `preload`, and call `entry` (see forkserver.py); a server named by
+    LM_FORKSERVER is used, else one is made for this run.
     To be called in the main thread. Raises UserError if there is no usable mpiexec or run_dir holds a result already.
     """
     result = run_dir / "result.json"

@@ -181,7 +181,8 @@ def plan_move(roster: Roster, request: VacateRequest) -> MovePlan:
     targets named, else of the hosts). Where no target is named, a host that no move has left yet comes before all
     that one has, and of those the one that was left longest ago: whoever vacated a host had a reason. What fits nowhere
     in one piece is spread over the hosts in order. A joiner is a living spare and never on a host that the request
-    leaves; only a named target can move a single process within its own host. Raises UserError for what can't be done; nothing has changed then.
+    leaves; only a named target can move a single process within its own host. Raises UserError for what can't be done;
+    nothing has changed then.
     """
     leavers_by_host = _leavers_by_host(roster, request)
     free = _free_spares(roster, request, frozenset(leavers_by_host))
