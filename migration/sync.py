@@ -6,6 +6,7 @@ What runs on a node is unpack.py. Mixed versions are refused at a run's start to
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -28,6 +29,16 @@ _NODE_S = 120.0  # for one node
 _COPY_S = 600.0  # for sbcast to all of them
 _GIT_S = 60.0
 _MAX_NAMED = 10  # files of a dirty tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goods:
+    """What goes to a node. `digest` is what the code must have there (versions.py), `identity` the archive's own."""
+
+    archive: Path
+    folder: str
+    identity: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +66,14 @@ def sync(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="lm-sync-") as scratch:
         archive = Path(scratch) / "code.tar"
         commit = pack(code_root(), archive, dirty=args.dirty)
-        digest = _digest_of(archive, Path(scratch) / "code")
-        in_slurm = "SLURM_JOB_ID" in os.environ
-        spread = _spread_in_slurm if in_slurm else _spread_without
-        answers = spread(archive, args.to, digest, hosts)
+        goods = Goods(archive=archive, folder=args.to, identity=hashlib.sha256(archive.read_bytes()).hexdigest(),
+                      digest=_digest_of(archive, Path(scratch) / "code"))
+        answers = (_spread_in_slurm if "SLURM_JOB_ID" in os.environ else _spread_without)(goods, hosts)
     width = max(len(answer.node) for answer in answers)
     for answer in answers:
         print(f"{answer.node:{width}s}  {answer.problem or f'{answer.done}, verified'}")
     wrong = [answer for answer in answers if answer.problem]
-    print(f"{commit} (code {digest[:12]}): {len(answers) - len(wrong)} of {len(answers)} nodes have it in {args.to}")
+    print(f"{commit} (code {goods.digest[:12]}): {len(answers) - len(wrong)} of {len(answers)} nodes have it in {args.to}")
     return 1 if wrong else 0
 
 
@@ -109,17 +119,17 @@ def _digest_of(archive: Path, folder: Path) -> str:
 
 # ---- to the nodes
 
-def _spread_in_slurm(archive: Path, folder: str, digest: str, hosts: Sequence[str]) -> list[Answer]:
+def _spread_in_slurm(goods: Goods, hosts: Sequence[str]) -> list[Answer]:
     listed = _run("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()
     if unknown := [host for host in hosts if host not in listed]:
         raise UserError(f"--hosts {','.join(unknown)}: not in this allocation, whose nodes are {', '.join(listed)}")
-    there = f"{folder}.{os.environ['SLURM_JOB_ID']}.tar"
+    there = f"{goods.folder}.{os.environ['SLURM_JOB_ID']}.tar"
     _run("srun", "--overlap", f"--nodes={len(listed)}", f"--ntasks={len(listed)}", "--ntasks-per-node=1", "mkdir", "-p",
-         str(Path(folder).parent), timeout_s=_NODE_S)
-    _run("sbcast", "--force", str(archive), there, timeout_s=_COPY_S)
+         str(Path(goods.folder).parent), timeout_s=_NODE_S)
+    _run("sbcast", "--force", str(goods.archive), there, timeout_s=_COPY_S)
     nodes = list(hosts) or listed
     # one after another: where the nodes share the folder, all but the first find it done
-    answers = [_ask(node, _on_node(node), there, folder, digest) for node in nodes]
+    answers = [_ask(node, _on_node(node), there, goods) for node in nodes]
     for node in listed:
         _run(*_on_node(node)(["rm", "-f", there]), timeout_s=_NODE_S)
     return answers
@@ -133,16 +143,16 @@ def _over_ssh(host: str) -> Callable[[Sequence[str]], list[str]]:
     return lambda command: ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, shlex.join(command)]
 
 
-def _spread_without(archive: Path, folder: str, digest: str, hosts: Sequence[str]) -> list[Answer]:
-    answers = [_ask(socket.gethostname(), lambda command: list(command), str(archive), folder, digest)]
-    # the archive is on this machine only: a host that doesn't see the folder says that it isn't there
-    return answers + [_ask(host, _over_ssh(host), str(Path(folder) / unpack.MARKER), folder, digest) for host in hosts]
+def _spread_without(goods: Goods, hosts: Sequence[str]) -> list[Answer]:
+    here = _ask(socket.gethostname(), lambda command: list(command), str(goods.archive), goods)
+    # the archive is on this machine only: a host that doesn't see the folder says that nothing is there
+    return [here, *(_ask(host, _over_ssh(host), os.path.join(goods.folder, "no-archive.tar"), goods) for host in hosts)]
 
 
-def _ask(node: str, way: Callable[[Sequence[str]], list[str]], archive: str, folder: str, digest: str) -> Answer:
-    """Have a node unpack the archive and look at what is in the folder then."""
+def _ask(node: str, way: Callable[[Sequence[str]], list[str]], archive: str, goods: Goods) -> Answer:
+    """Have a node unpack the archive, which lies at `archive` there, and look at what is in the folder then."""
     text = Path(unpack.__file__).read_text()
-    command = way([sys.executable, "-c", text, archive, folder, digest])
+    command = way([sys.executable, "-c", text, archive, goods.folder, goods.identity, goods.digest])
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_NODE_S)
         found = json.loads(done.stdout.strip().rpartition("\n")[2])
@@ -152,8 +162,8 @@ def _ask(node: str, way: Callable[[Sequence[str]], list[str]], archive: str, fol
         said = (done.stderr.strip() or f"{command[0]} ended with {done.returncode}").splitlines()[-1]
         return Answer(node=node, done="", problem=f"can't be asked: {said}")
     problem = found["problem"]
-    if not problem and found["digest"] != digest:
-        problem = f"other code is there: {found['digest'][:12]}, not {digest[:12]}"
+    if not problem and found["digest"] != goods.digest:
+        problem = f"other code is there: {found['digest'][:12]}, not {goods.digest[:12]}"
     return Answer(node=node, done=found["done"], problem=problem)
 
 

@@ -1,7 +1,7 @@
 """Puts an archive of the code in place on one node and says what is there then. Standard library only.
 
 Runs on each node without the package (sync.py sends this file's text to `python -c`), so it must stand alone.
-Arguments: archive, folder, the digest that the code must have. Prints one line of JSON.
+Arguments: archive, folder, the archive's digest, and the digest that the code in it must have. Prints one line of JSON.
 """
 from __future__ import annotations
 
@@ -14,29 +14,35 @@ import sys
 import tarfile
 from pathlib import Path
 
-MARKER = ".synced"  # holds the digest: a folder without it isn't ours to replace
+MARKER = ".synced"  # holds the archive's digest: a folder without it isn't ours to replace
 
 
-def unpack(archive: Path, folder: Path, digest: str) -> str:
-    """What was done. The folder is replaced in one step: a process that starts meanwhile sees the old or the new code.
+def unpack(archive: Path, folder: Path, identity: str, digest: str) -> str:
+    """What was done. The new code is complete before it takes the folder's name.
 
-    Raises FileExistsError for a folder with something else in it.
+    What else lies in the folder, such as runs or an environment, stays. Raises FileExistsError for a folder with something else in it.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
         raise FileExistsError(f"{folder} holds something that sync didn't put there; name another folder")
-    if folder.exists() and (folder / MARKER).exists() and digest_in(folder) == digest:
+    marker = folder / MARKER
+    if marker.exists() and marker.read_text() == identity and digest_in(folder) == digest:
         return "was there"
     new = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}.unfinished")
     new.mkdir(parents=True)
     with tarfile.open(archive) as tar:
         tar.extractall(new, filter="data")
-    (new / MARKER).write_text(digest)
+    (new / MARKER).write_text(identity)
+    if not folder.exists():
+        new.rename(folder)
+        return "unpacked"
     old = new.with_suffix(".old")
-    if folder.exists():
-        folder.rename(old)
+    folder.rename(old)
     new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-    return "unpacked"
+    for entry in list(old.iterdir()):
+        if not (folder / entry.name).exists():
+            entry.rename(folder / entry.name)
+    shutil.rmtree(old)
+    return "replaced"
 
 
 def digest_in(folder: Path) -> str:
@@ -48,10 +54,10 @@ def digest_in(folder: Path) -> str:
     return done.stdout.strip()
 
 
-def main(archive: str, folder: str, digest: str) -> int:
+def main(archive: str, folder: str, identity: str, digest: str) -> int:
     answer = {"machine": socket.gethostname(), "done": "", "digest": "", "problem": ""}
     try:
-        answer["done"] = unpack(Path(archive), Path(folder), digest)
+        answer["done"] = unpack(Path(archive), Path(folder), identity, digest)
         answer["digest"] = digest_in(Path(folder))
     except (OSError, tarfile.TarError, subprocess.TimeoutExpired) as error:
         answer["problem"] = str(error)
