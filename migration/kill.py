@@ -43,17 +43,17 @@ class Outcome:
     """What was done on one machine."""
 
     ended: Counter[str] = field(default_factory=Counter)  # processes of the world, by host
-    num_launchers: int = 0  # and whatever else belonged to them
+    num_others: int = 0  # launchers and whatever else belongs to the run
     left: list[str] = field(default_factory=list)  # in words
 
     def to_json(self) -> str:
-        return json.dumps({"ended": self.ended, "num_launchers": self.num_launchers, "left": self.left})
+        return json.dumps({"ended": self.ended, "num_others": self.num_others, "left": self.left})
 
     @classmethod
     def from_json(cls, text: str) -> Outcome:
         """Raises ValueError or KeyError for anything else."""
         fields = json.loads(text)
-        return cls(ended=Counter(fields["ended"]), num_launchers=fields["num_launchers"], left=fields["left"])
+        return cls(ended=Counter(fields["ended"]), num_others=fields["num_others"], left=fields["left"])
 
 
 def kill(argv: list[str]) -> int:
@@ -69,12 +69,11 @@ def kill(argv: list[str]) -> int:
     if not 0 <= args.grace < float("inf"):
         raise UserError(f"--grace {args.grace:g}: must be at least 0 s, and finite")
     run = os.path.abspath(args.run)
-    if not Path(run).is_dir():
-        raise UserError(f"--run {args.run}: there is no such folder")
     footprints = read_footprints(run)
     before = find_processes(run)
-    if not footprints and not before and not (Path(run) / "config.json").exists():
-        raise UserError(f"--run {args.run}: no run was started there (no config.json), and no process names it")
+    if not footprints and not before and not (Path(run) / "config.json").exists():  # a folder is made late
+        what = "no run was started there" if Path(run).is_dir() else "there is no such folder"
+        raise UserError(f"--run {args.run}: {what}, and no process on this machine names it")
     if args.here:
         outcome = _end_here(run, before)
         print(outcome.to_json() if args.json else _in_words(outcome))
@@ -92,7 +91,7 @@ def kill(argv: list[str]) -> int:
 def _in_words(outcome: Outcome) -> str:
     num_processes, num_hosts = sum(outcome.ended.values()), len(outcome.ended)
     text = f"{num_processes} processes on {num_hosts} hosts ended"
-    text += f", with {outcome.num_launchers} of their launchers" if outcome.num_launchers else ""
+    text += f", and {outcome.num_others} others of the run (launchers, or not up yet)" if outcome.num_others else ""
     return "\n".join([f"{text}, {'these are left:' if outcome.left else 'none left'}",
                       *(f"  {words}" for words in outcome.left)])
 
@@ -126,7 +125,7 @@ def _end_here(run: str, before: dict[int, Found]) -> Outcome:
     outcome = Outcome()
     for found in seen.difference(left):
         if found.footprint is None:
-            outcome.num_launchers += 1
+            outcome.num_others += 1
         else:
             outcome.ended[found.footprint.host] += 1
     outcome.left = [f"process {f.pid} on {socket.gethostname()}{' (of another user)' if f in denied else ''}: "
@@ -173,7 +172,7 @@ def _end_elsewhere(run: str, footprints: Sequence[Footprint], was_running: bool,
             # those that had ended before we came there ended because the controller was asked
             hosts = Counter(f.host for f in there) if was_running and not result.left else result.ended
             outcome.ended.update(hosts)
-            outcome.num_launchers += result.num_launchers
+            outcome.num_others += result.num_others
             outcome.left += result.left
 
 
