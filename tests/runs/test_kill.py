@@ -21,7 +21,8 @@ Start = Callable[..., Running]
 
 
 def wait_until_it_trains(job: Running) -> Running:
-    job.wait_for(lambda: last_iteration(job.run) >= 1, "iteration 1 to end")
+    # what is killed needn't hurry
+    job.wait_for(lambda: last_iteration(job.run) >= 1, "iteration 1 to end", timeout_s=150)
     return job
 
 
