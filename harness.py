@@ -4,7 +4,7 @@
     python harness.py --np 8 --profile tiny_TP2_PP1 --hosts b0,b1,b2,b3 --vacate b1@12
 
 This file: the roles of a process and the training loop. Arguments are in migration/arguments.py, the commands beside
-a run (request, status, cancel, plan, demo) in migration/commands.py, everything else where migration/__init__.py says.
+a run (request, status, kill, ...) in migration/commands.py, everything else where migration/__init__.py says.
 """
 from __future__ import annotations
 

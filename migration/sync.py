@@ -73,7 +73,8 @@ def sync(argv: list[str]) -> int:
     for answer in answers:
         print(f"{answer.node:{width}s}  {answer.problem or f'{answer.done}, verified'}")
     wrong = [answer for answer in answers if answer.problem]
-    print(f"{commit} (code {goods.digest[:12]}): {len(answers) - len(wrong)} of {len(answers)} nodes have it in {args.to}")
+    print(f"{commit} (code {goods.digest[:12]}): {len(answers) - len(wrong)} of {len(answers)} nodes have it in "
+          f"{args.to}")
     return 1 if wrong else 0
 
 
@@ -103,8 +104,8 @@ def pack(root: Path, archive: Path, *, dirty: bool) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                          timeout=_GIT_S)
+    done = subprocess.run(["git", "-C", str(root), *arguments], stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, timeout=_GIT_S)
     if done.returncode:
         raise UserError(f"sync: git {arguments[0]} in {root}: {done.stderr.strip()}")
     return done.stdout

@@ -20,7 +20,8 @@ MARKER = ".synced"  # holds the archive's digest: a folder without it isn't ours
 def unpack(archive: Path, folder: Path, identity: str, digest: str) -> str:
     """What was done. The new code is complete before it takes the folder's name.
 
-    What else lies in the folder, such as runs or an environment, stays. Raises FileExistsError for a folder with something else in it.
+    What else lies in the folder by now, such as runs or an environment, stays. Raises FileExistsError for a folder that
+    isn't from here.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
         raise FileExistsError(f"{folder} holds something that sync didn't put there; name another folder")

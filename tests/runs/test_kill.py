@@ -1,4 +1,4 @@
-"""`harness.py kill`: whatever state a run is in, afterwards no process of it is there, and it says how many there were."""
+"""`harness.py kill`: in whatever state a run is, no process of it is there afterwards, and their number is told."""
 from __future__ import annotations
 
 import json

@@ -75,7 +75,8 @@ def test_the_run_leaves_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_progress_counts_to_the_iterations_of_this_run(capsys: pytest.CaptureFixture[str]) -> None:
     """With --save-at they are fewer than the config's, and the last of them is shown in any case."""
     config = get_profile("tiny_TP2_PP1")
-    record = RunRecord(config=config, num_iterations=12, run="", timeline=None, progress_s=1e9)  # type: ignore[arg-type]
+    nothing: Any = None
+    record = RunRecord(config=config, num_iterations=12, run="", timeline=nothing, progress_s=1e9)
     for iteration in (1, 2, 11, 12):
         record.progress({"iteration": iteration, "loss": 1.0, "time_s": 0.1}, 0, "")
     lines = capsys.readouterr().out.splitlines()

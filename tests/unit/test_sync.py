@@ -60,14 +60,17 @@ def checkout(tmp_path: Path) -> Path:
     root.mkdir()
     (root / "a.py").write_text("committed\n")
     (root / ".gitignore").write_text("*.log\n")
-    for arguments in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "m"]):
+    who = ("-c", "user.name=x", "-c", "user.email=x@y")
+    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "m"]):
         subprocess.run(["git", "-C", str(root), *arguments], check=True, timeout=60)
     return root
 
 
 def contents(archive: Path) -> dict[str, str]:
     with tarfile.open(archive) as tar:
-        return {m.name: tar.extractfile(m).read().decode() for m in tar.getmembers() if m.isfile()}  # type: ignore
+        tar.extractall(archive.with_suffix(""), filter="data")
+    root = archive.with_suffix("")
+    return {path.name: path.read_text() for path in root.iterdir()}
 
 
 @needs_git
