@@ -9,6 +9,7 @@ everybody), SIGUSR1 ignored (hydra sends it to survivors), errors returned.
 """
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -68,6 +69,18 @@ def leave_hydra() -> None:
         descriptor = int(os.environ["PMI_FD"])
         os.write(descriptor, b"cmd=finalize\n")
         os.read(descriptor, 64)
+
+
+def _init(mpi: Any) -> None:
+    """MPI_Init_thread through ctypes: mpi4py's own holds Python's lock while it waits for the whole world.
+
+    Then no other thread of this process could run, and `World.start` would never see its time-out.
+    """
+    library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()  # finds what the module is linked to as well
+    code = library.MPI_Init_thread(None, None, ctypes.c_int(mpi.THREAD_MULTIPLE), ctypes.byref(provided))
+    if code != mpi.SUCCESS or provided.value != mpi.THREAD_MULTIPLE:
+        raise RuntimeError(f"MPI_Init_thread returned {code} and thread level {provided.value}, not "
+                           f"{mpi.THREAD_MULTIPLE}")
 
 
 def split_record(data: bytes, max_bytes: int) -> list[bytes]:
@@ -168,8 +181,9 @@ class World:
         # for as long as we waited; with OFI in none of 50
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
         import mpi4py
-        mpi4py.rc.finalize = False
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
+        _init(MPI)
         self._mpi = MPI
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = MPI.COMM_WORLD.Dup()

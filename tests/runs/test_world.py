@@ -15,7 +15,7 @@ from migration.world import _MESSAGE_BYTES, World
 world = World()
 world.start(lambda rank, size: {})
 sizes = [0, 10, _MESSAGE_BYTES - 100, _MESSAGE_BYTES, 5 * _MESSAGE_BYTES + 7, 1, 3 * _MESSAGE_BYTES, 2]
-sent = [{"kind": "X", "number": i, "text": "é" * (size // 6)} for i, size in enumerate(sizes)]
+sent = [{"kind": "X", "number": i, "text": "\u00e9" * (size // 6)} for i, size in enumerate(sizes)]
 came = []
 def on_record(record):
     came.append(record)
@@ -24,11 +24,10 @@ def on_record(record):
 ends_s = time.monotonic() + 60
 def on_tick(now_s):
     if world.rank == 0 and len(came) == len(sent):
-        print("equal" if came == sent else "different", flush=True)
-        os._exit(0)
+        say("equal" if came == sent else "different")
     if now_s > ends_s:
-        print(f"rank {world.rank} has {len(came)}", flush=True)
-        os._exit(1)
+        say(f"rank {world.rank} has {len(came)}")
+    leave_if_said()
 world.go(on_record, on_tick)
 if world.rank == 0:
     for record in sent:
@@ -39,27 +38,42 @@ time.sleep(90)
 ALONE = """
 import os, sys, time
 from migration.world import World
-if os.environ["PMI_RANK"] == "1":
-    time.sleep(60)
+while os.environ["PMI_RANK"] == "1":
+    leave_if_said()
+    time.sleep(0.01)
 try:
     World().start(lambda rank, size: {}, timeout_s=1.0)
 except TimeoutError as error:
-    print(error, flush=True)
-    os._exit(1)  # at which hydra ends the other one
+    say(str(error))
+    leave_if_said()
+"""
+
+# hydra may wait for the one process when the other has ended, so both look for the file
+COMMON = """
+import os, sys
+def say(text):
+    with open(sys.argv[1] + ".new", "w") as file:
+        file.write(text)
+    os.replace(sys.argv[1] + ".new", sys.argv[1])
+def leave_if_said():
+    if os.path.exists(sys.argv[1]):
+        os._exit(0)
 """
 
 
-def run_in_two(program: str) -> str:
+def said_by_two(program: str, folder: Path) -> str:
     mpiexec = Path(sys.executable).with_name("mpiexec")
-    done = subprocess.run([mpiexec, "-n", "2", sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.DEVNULL,
-                          capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    return done.stdout
+    done = subprocess.run([mpiexec, "-n", "2", sys.executable, "-c", COMMON + program, str(folder / "said")], cwd=ROOT,
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (folder / "said").exists(), done.stderr
+    return (folder / "said").read_text()
 
 
-def test_records_of_any_length() -> None:
-    assert run_in_two(ECHO).splitlines()[0] == "equal"
+def test_records_of_any_length(tmp_path: Path) -> None:
+    assert said_by_two(ECHO, tmp_path) == "equal"
 
 
-def test_a_process_that_never_comes() -> None:
-    said = run_in_two(ALONE)
+def test_a_process_that_never_comes(tmp_path: Path) -> None:
+    said = said_by_two(ALONE, tmp_path)
     assert "MPI did not come up on" in said and "in 1 s" in said, said
