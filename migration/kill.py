@@ -34,6 +34,7 @@ from migration.requests import send_request
 _TERM_GRACE_S = 3.0  # from SIGTERM to SIGKILL
 _KILL_GRACE_S = 10.0  # from SIGKILL to giving up: a process may hang in the kernel
 _REMOTE_S = 60.0  # for a whole machine
+_JOB_ENDS_S = 30.0  # for Slurm to end the processes of a job that is over
 _ASK_S = 3.0  # for the controller's answer
 _POLL_S = 0.05
 
@@ -45,6 +46,11 @@ class Outcome:
     ended: Counter[str] = field(default_factory=Counter)  # processes of the world, by host
     num_others: int = 0  # launchers and whatever else belongs to the run
     left: list[str] = field(default_factory=list)  # in words
+
+    def add(self, other: Outcome) -> None:
+        self.ended.update(other.ended)
+        self.num_others += other.num_others
+        self.left += other.left
 
     def to_json(self) -> str:
         return json.dumps({"ended": self.ended, "num_others": self.num_others, "left": self.left})
@@ -82,8 +88,9 @@ def kill(argv: list[str]) -> int:
     was_running = bool(before or elsewhere) and _ask_to_end(run)
     if was_running:
         _wait_gone(before.values(), args.grace)
-    outcome = _end_here(run, before)
-    _end_elsewhere(run, elsewhere, was_running, outcome)
+    # the other machines first: a launcher's end here may take the way to them along
+    outcome = _end_elsewhere(run, elsewhere, was_running)
+    outcome.add(_end_here(run, before))
     print(_in_words(outcome), flush=True)
     return 1 if outcome.left else 0
 
@@ -157,23 +164,23 @@ def _wait_gone(processes: Iterable[Found], timeout_s: float) -> None:
 
 # ---- other machines
 
-def _end_elsewhere(run: str, footprints: Sequence[Footprint], was_running: bool, outcome: Outcome) -> None:
-    """Likewise on every machine that a footprint names; adds to `outcome`."""
+def _end_elsewhere(run: str, footprints: Sequence[Footprint], was_running: bool) -> Outcome:
+    """Likewise on every machine that a footprint names."""
+    outcome = Outcome()
     machines: dict[tuple[str, str], list[Footprint]] = {}
     for footprint in footprints:
         machines.setdefault((footprint.machine, footprint.node), []).append(footprint)
     if not machines:
-        return
+        return outcome
     with ThreadPoolExecutor(max_workers=32) as pool:
         for there, result in zip(machines.values(), pool.map(lambda f: _end_there(run, f[0]), machines.values())):
             if isinstance(result, str):
                 outcome.left.append(result)
                 continue
-            # those that had ended before we came there ended because the controller was asked
-            hosts = Counter(f.host for f in there) if was_running and not result.left else result.ended
-            outcome.ended.update(hosts)
-            outcome.num_others += result.num_others
-            outcome.left += result.left
+            if was_running and not result.left:  # those that had ended before we came ended because the run was asked
+                result.ended = Counter(f.host for f in there)
+            outcome.add(result)
+    return outcome
 
 
 def _end_there(run: str, footprint: Footprint) -> Outcome | str:
@@ -190,8 +197,26 @@ def _end_there(run: str, footprint: Footprint) -> Outcome | str:
             return Outcome.from_json(done.stdout.strip().rpartition("\n")[2])
         except (ValueError, KeyError):
             reasons.append(f"{command[0]}: {(done.stderr.strip() or 'no answer').splitlines()[-1]}")
+    if footprint.job and _is_over(footprint.job):
+        return Outcome()
     why = "; ".join(reasons) or "neither srun nor ssh is installed here"
     return f"{footprint.machine} can't be reached ({why}); log in there and type: {shlex.join(here)}"
+
+
+def _is_over(job: str) -> bool:
+    """Whether Slurm knows that this job is over, on all its nodes: then it has ended the processes itself."""
+    ends_s = time.monotonic() + _JOB_ENDS_S
+    while shutil.which("squeue"):
+        done = subprocess.run(["squeue", "--noheader", f"--jobs={job}", "--format=%T"], stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=_REMOTE_S)
+        if done.returncode:
+            return "Invalid job id" in done.stderr  # forgotten, some minutes after its end
+        if not done.stdout.strip():
+            return True
+        if done.stdout.strip() != "COMPLETING" or time.monotonic() > ends_s:
+            return False
+        time.sleep(_POLL_S)
+    return False
 
 
 def _ways_to(footprint: Footprint, command: list[str]) -> list[list[str]]:

@@ -102,6 +102,21 @@ def test_a_machine_that_answers(harness: Harness, elsewhere: Path, tmp_path: Pat
     assert code == 1 and "1 processes on 1 hosts ended" in out and "process 9 on elsewhere: python" in out, out
 
 
+@pytest.mark.parametrize("squeue, code", [("pass", 0), ("import sys; sys.exit('squeue: Invalid job id specified')", 0),
+                                          ("print('RUNNING')", 1), ("import sys; sys.exit('no controller')", 1)])
+def test_a_job_that_slurm_has_ended_needs_no_look(harness: Harness, elsewhere: Path, tmp_path: Path, squeue: str,
+                                                  code: int) -> None:
+    path = elsewhere / FOLDER / "w0005.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"job": "4", "node": "elsewhere"}))
+    (tmp_path / "bin").mkdir()
+    for name, text in (("squeue", squeue), ("srun", "import sys; sys.exit('job 4 has expired')")):
+        (tmp_path / "bin" / name).write_text(f"#!{sys.executable}\n{text}")
+        (tmp_path / "bin" / name).chmod(stat.S_IRWXU)
+    finished = harness("kill", "--run", elsewhere, np=None, env={"PATH": str(tmp_path / "bin")})
+    assert finished.rc == code, finished.out
+    assert ("none left" in finished.out) is (code == 0) and ("job 4 has expired" in finished.out) is (code == 1)
+
+
 def test_no_run(harness: Harness, tmp_path: Path) -> None:
     refused(harness("kill", "--run", tmp_path / "nowhere", np=None), "nowhere", "no such folder")
     (tmp_path / "empty").mkdir()
