@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,10 @@ from migration.forkserver import ADDRESS_VARIABLE, forked_here, hand_over
 if TYPE_CHECKING:
     from migration.job import Job
     from migration.process import Process
+    from migration.world import World
 
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+_RANK_0_FIRST_S, _OTHERS_FIRST_S = 5.0, 3.0  # when they leave for a user's error
 
 
 def train(job: Job, process: Process) -> bool:
@@ -71,7 +74,6 @@ def run_process(argv: list[str]) -> int:
     """One MPI process of a run. Ends by os._exit from the control thread, or returns 2 for a user's error."""
     from migration.timeline import Clock
     from migration.world import World
-    from migration.launch import tell_refused
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until this process knows its host
     clock, world = Clock(), World()
     marks = {"start": clock()}
@@ -83,10 +85,7 @@ def run_process(argv: list[str]) -> int:
         from migration.bringup import bring_up
         started = bring_up(world, config, options)
     except UserError as error:
-        if own_rank() == 0:
-            sys.stderr.write(f"harness: {error}\n")
-            tell_refused()
-        return end(2)
+        return refuse(error, world)
     except TimeoutError as error:  # perhaps rank 0 isn't there: each says it
         sys.stderr.write(f"harness: rank {own_rank()}: {error}\n")
         return end(1)
@@ -124,6 +123,25 @@ def own_rank() -> int:
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 
+def refuse(error: UserError, world: World | None = None) -> int:
+    """End with a user's error, which every rank finds and rank 0 tells. `world`: MPI's, if it may be up.
+
+    mpirun kills the others once one process ends with an error code, which --np's doesn't. So before MPI is up rank 0
+    leaves first; afterwards the others leave in order, with code 0, and rank 0 last.
+    """
+    from migration.launch import RUN_VARIABLE, tell_refused
+    from migration.world import leave_hydra
+    is_up, killed = world is not None and world.rank >= 0, RUN_VARIABLE not in os.environ
+    if own_rank() == 0:
+        sys.stderr.write(f"harness: {error}\n")
+        tell_refused()
+    if is_up:
+        leave_hydra()
+    if killed and is_up is (own_rank() == 0) and any(name in os.environ for name in RANK_VARIABLES):
+        time.sleep(_OTHERS_FIRST_S if is_up else _RANK_0_FIRST_S)
+    return end(0 if is_up and own_rank() > 0 else 2)
+
+
 def end(code: int) -> int:
     """End without MPI_Finalize, which other threads' MPI would wait in."""
     sys.stdout.flush()
@@ -158,6 +176,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        if own_rank() == 0:
-            sys.stderr.write(f"harness: {error}\n")
-        sys.exit(2)
+        sys.exit(refuse(error))

@@ -18,7 +18,7 @@ def mpirun(*parts: tuple[int, Path, tuple[str, ...]]) -> subprocess.CompletedPro
     for number, program, arguments in parts:
         command += [*([":"] if len(command) > 1 else []), "-n", str(number), sys.executable, str(program), *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LM_")}
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
                           env=environment)
 
 

@@ -64,7 +64,7 @@ def leave_if_said():
 def said_by_two(program: str, folder: Path) -> str:
     mpiexec = Path(sys.executable).with_name("mpiexec")
     done = subprocess.run([mpiexec, "-n", "2", sys.executable, "-c", COMMON + program, str(folder / "said")], cwd=ROOT,
-                          stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100,
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (folder / "said").exists(), done.stderr
     return (folder / "said").read_text()
