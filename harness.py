@@ -4,13 +4,14 @@
     python harness.py --np 8 --profile tiny_TP2_PP1 --hosts b0,b1,b2,b3 --vacate b1@12
 
 This file: the roles of a process and the training loop. Arguments are in migration/arguments.py, the commands beside
-a run (request, status, cancel, plan, demo) in migration/commands.py, everything else where migration/__init__.py says.
+a run (request, status, kill, ...) in migration/commands.py, everything else where migration/__init__.py says.
 """
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,10 @@ from migration.forkserver import ADDRESS_VARIABLE, forked_here, hand_over
 if TYPE_CHECKING:
     from migration.job import Job
     from migration.process import Process
+    from migration.world import World
 
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+_RANK_0_FIRST_S, _OTHERS_FIRST_S = 5.0, 3.0  # when they leave for a user's error
 
 
 def train(job: Job, process: Process) -> bool:
@@ -82,11 +85,14 @@ def run_process(argv: list[str]) -> int:
         from migration.bringup import bring_up
         started = bring_up(world, config, options)
     except UserError as error:
-        if own_rank() == 0:
-            sys.stderr.write(f"harness: {error}\n")
-        return end(2)
+        return refuse(error, world)
+    except TimeoutError as error:  # perhaps rank 0 isn't there: each says it
+        sys.stderr.write(f"harness: rank {own_rank()}: {error}\n")
+        return end(1)
     marks["mpi"] = clock()
     try:
+        from migration.footprint import write_footprint
+        write_footprint(started.options.run, world.rank, world.hellos[world.rank]["host"])
         from migration.preload import preload
         preload()
         from migration.process import Process
@@ -117,6 +123,25 @@ def own_rank() -> int:
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 
+def refuse(error: UserError, world: World | None = None) -> int:
+    """End with a user's error, which every rank finds and rank 0 tells. `world`: MPI's, if it may be up.
+
+    mpirun kills the others once one process ends with an error code, which --np's doesn't. So before MPI is up rank 0
+    leaves first; afterwards the others leave in order, with code 0, and rank 0 last.
+    """
+    from migration.launch import RUN_VARIABLE, tell_refused
+    from migration.world import leave_hydra
+    is_up, killed = world is not None and world.rank >= 0, RUN_VARIABLE not in os.environ
+    if own_rank() == 0:
+        sys.stderr.write(f"harness: {error}\n")
+        tell_refused()
+    if is_up:
+        leave_hydra()
+    if killed and is_up is (own_rank() == 0) and any(name in os.environ for name in RANK_VARIABLES):
+        time.sleep(_OTHERS_FIRST_S if is_up else _RANK_0_FIRST_S)
+    return end(0 if is_up and own_rank() > 0 else 2)
+
+
 def end(code: int) -> int:
     """End without MPI_Finalize, which other threads' MPI would wait in."""
     sys.stdout.flush()
@@ -127,9 +152,19 @@ def end(code: int) -> int:
 def main(argv: list[str]) -> int:
     """Dispatch: a command, the launcher (--np), or one process under mpirun."""
     from migration import commands
-    under_launcher = any(name in os.environ for name in RANK_VARIABLES)
+    launchers = [name for name in RANK_VARIABLES if name in os.environ]
+    starts_itself = any(argument == "--np" or argument.startswith("--np=") for argument in argv)
+    # the shell of a batch job has a rank of Slurm's too, and --np may be typed there
+    under_launcher = bool(launchers) and not (starts_itself and launchers == ["SLURM_PROCID"])
+    if under_launcher and own_rank() > 0 and not {"-h", "--help", "--list-profiles"}.isdisjoint(argv):
+        return 0  # rank 0 shows it
     if argv and argv[0] in commands.COMMANDS and not (argv[0] == "check" and under_launcher):
         return commands.run(argv)
+    if argv and not argv[0].startswith("-") and argv[0] != "check":
+        raise UserError(f"{argv[0]}: there is no such command; commands are {', '.join(commands.COMMANDS)}; a run "
+                        "takes options only (see python harness.py --help)")
+    if "--list-profiles" in argv:
+        return commands.list_profiles(argv)
     if under_launcher and ADDRESS_VARIABLE in os.environ and not forked_here():
         hand_over(os.environ[ADDRESS_VARIABLE], argv)
     if under_launcher:
@@ -141,5 +176,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        sys.stderr.write(f"harness: {error}\n")
-        sys.exit(2)
+        sys.exit(refuse(error))

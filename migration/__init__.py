@@ -21,8 +21,9 @@ and joiner), transfer.py (bytes), stream.py, leader.py and follow.py (beside tra
 cut), hand_over.py (in the pause), proof.py (the leaver's own step, to compare with).
 
 Beside it: topology.py and sizes.py (arithmetic), plan_report.py, check*.py (the preflight), requests.py (from outside),
-commands.py, record.py (progress, verdict), timeline.py (the log), versions.py, demo.py, launch.py, forkserver.py and
-zygote.py (one machine, one import).
+commands.py, kill.py and footprint.py (the processes of a run), sync.py and unpack.py (the code to every node),
+versions.py (whether it is the same), record.py (progress, verdict), timeline.py (the log), demo.py, launch.py,
+forkserver.py and zygote.py (one machine, one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
 communicators. Nothing here imports harness. protocol, move, schedule, plan, topology, config, profiles,

@@ -39,7 +39,8 @@ class Actions:
         self.successor: int | None = None
         self._on_end, self._address = on_end, address
         self._tally = MoveTally(roster, require_bitwise=options.require_bitwise)
-        self._record = RunRecord(config=config, run=options.run, timeline=timeline, progress_s=options.progress_s)
+        self._record = RunRecord(config=config, num_iterations=options.last_iteration(config.iterations),
+                                 run=options.run, timeline=timeline, progress_s=options.progress_s)
         self._schedule = options.schedule()
         self._watch = Watch(world.size, beat_s=_BEAT_S, heartbeat_timeout_s=options.heartbeat_timeout_s)
         self._server = RequestServer(options.run, address, term, world.rank)

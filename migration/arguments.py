@@ -12,7 +12,7 @@ from migration.communicators.nccl_policy import parse_pins
 from migration.config import Config, apply_settings
 from migration.errors import UserError
 from migration.faults import parse_fault
-from migration.options import Options
+from migration.options import AT_THE_CUT, STATE_KINDS, Options
 from migration.plan import parse_vacate
 from migration.profiles import get_profile
 
@@ -27,8 +27,10 @@ commands beside a run (each has --help):
   python harness.py request --run RUN --vacate b1     ask a running job to vacate a host
   python harness.py status  --run RUN                 iteration, phase, who is where
   python harness.py cancel  --run RUN                 cancel the move under way, or the next queued one
+  python harness.py kill    --run RUN                 end every process of a run on all hosts, also of one that hangs
   python harness.py plan    --profile P --hosts b0,b1,b2,b3 --np 8 --vacate b1       what a move would do, without a job
   python harness.py check   --profile P --hosts b0,b1,b2,b3 --np 8      can these processes run it? (or under mpirun)
+  python harness.py sync    --to DIR                  this code, as committed, to every node
   python harness.py demo                              an undisturbed run, a run with a move, and their comparison
 afterwards: python -m analysis.report RUN, python -m analysis.compare RUN_A RUN_B
 A running process answers SIGUSR2 by asking that its own host be vacated."""
@@ -44,15 +46,31 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     parser = Parser(prog="harness.py", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES,
                     description="Train a Megatron-Core GPT over MPI processes and move hosts to spare ones while it "
-                    "trains: no restart, no lost iteration, every later loss bit for bit what it would have been.")
+                    "trains:\nno restart, no lost iteration, every later loss bit for bit what it would have been.\n\n"
+                    "Start more processes than the profile has slots: the first hosts train, every further process is "
+                    "a spare.\nVacating a host moves each of its processes to a spare one; the host then holds "
+                    "nothing that the job needs.")
+    _add_training(parser)
+    _add_place(parser)
+    _add_moves(parser)
+    _add_deadlines(parser)
+    _add_experiments(parser)
+    return parser
+
+
+def _add_training(parser: Parser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--profile", default=DEFAULT_PROFILE, help="a named shape of model and grid (default: "
                       "%(default)s)")
     what.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
-                      help="change one field of the profile, such as iterations=100; repeatable")
+                      help="change one field of the profile, such as iterations=100 (a wrong name lists them); "
+                      "repeatable")
     what.add_argument("--data", default="", help="a UTF-8 text file or folder, read as bytes, or the prefix of a "
                       "Megatron .bin/.idx dataset (default: text that comes with Python)")
     what.add_argument("--list-profiles", action="store_true", help="show the profiles and end")
+
+
+def _add_place(parser: Parser) -> None:
     where = parser.add_argument_group("where it runs")
     where.add_argument("--np", type=int, metavar="N", help="start N processes on this machine (mpiexec with the right "
                        "flags); without it, start this program under mpirun or srun")
@@ -65,6 +83,9 @@ def build_parser() -> Parser:
                        "slot's state in RUN/checkpoint")
     where.add_argument("--load", default="", metavar="RUN/checkpoint", help="go on from such a checkpoint, on whatever "
                        "hosts, bit for bit")
+
+
+def _add_moves(parser: Parser) -> None:
     moves = parser.add_argument_group("moves")
     moves.add_argument("--vacate", action="append", default=[], metavar="HOST[,HOST][->HOST]@ITERATION",
                        help="move these hosts' processes to spare ones before this iteration, or as soon after it as "
@@ -108,6 +129,9 @@ def build_parser() -> Parser:
                        "memory allows old and new side by side: connect new communicators ahead of the pause, one "
                        "group an iteration, or in the pause, or on the prepare thread, which can deadlock (default: "
                        "%(default)s)")
+
+
+def _add_deadlines(parser: Parser) -> None:
     limits = parser.add_argument_group("deadlines, in seconds")
     for name, default, text in (
             ("prepare-deadline", 300.0, "from the request to all prepared; then the move aborts"),
@@ -116,6 +140,9 @@ def build_parser() -> Parser:
             ("orphan-timeout", 60.0, "a process that hears no controller for so long ends itself")):
         limits.add_argument(f"--{name}", type=float, default=default, metavar="S",
                             help=f"{text} (default: %(default)g)")
+
+
+def _add_experiments(parser: Parser) -> None:
     tests = parser.add_argument_group("for tests and experiments")
     tests.add_argument("--fault", action="append", default=[], metavar="KIND@SLOT:PHASE[#MOVE]", help="raise, kill, "
                        "hang, corrupt or cancel at the joiner of SLOT in PREPARING, READY or SWITCHING, or slow in "
@@ -126,7 +153,6 @@ def build_parser() -> Parser:
                        "too, and its state is compared with the joiner's; a difference ends the run")
     tests.add_argument("--slow-joiner", type=float, default=0.0, metavar="S", help="a joiner's preparation takes at "
                        "least S seconds")
-    return parser
 
 
 def _default_limits() -> str:
@@ -149,6 +175,10 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
             raise UserError(f"--fault {text}: with --accept {NONE} nobody measures a joiner's speed")
     for device in DEFAULTS:
         parse_limits(args.accept, device)
+    for kind in args.omit_state:
+        if kind not in (*STATE_KINDS, AT_THE_CUT):
+            raise UserError(f"--omit-state {kind}: there is no such kind of state; kinds are "
+                            f"{', '.join((*STATE_KINDS, AT_THE_CUT))}")
     if args.save_at is not None and not 0 < args.save_at < config.iterations:
         raise UserError(f"--save-at {args.save_at}: must be an iteration between 1 and {config.iterations - 1}")
     if args.load and not os.path.isdir(args.load):

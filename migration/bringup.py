@@ -18,7 +18,7 @@ from migration.data import Samples, open_source
 from migration.errors import UserError
 from migration.options import Options
 from migration.plan import Roster, check_moves, initial_roster
-from migration.versions import collect_versions
+from migration.versions import code_root, collect_versions, describe_other_code
 from migration.world import World, own_address, own_host
 
 
@@ -39,19 +39,27 @@ def bring_up(world: World, config: Config, options: Options) -> Started:
     can't be read, a run folder in use, or a host with other code, other versions or other data.
     """
     found: list[Samples] = []
+    claimed: list[Path] = []
 
     def hello(rank: int, size: int) -> dict[str, Any]:
         found.append(Samples(open_source(config.data, config.vocab_size), config.seq_length, config.seed))
         if rank == 0:
             _claim_run_folder(config, options)
+            claimed.append(Path(options.run))
         return {"host": own_host(rank, size, list(options.hosts)), "machine": socket.gethostname(),
                 "address": own_address(), "run": options.run, "data": found[0].source.digest,
-                "versions": {**collect_versions(), "NCCL variables": describe_pins(os.environ)}}
+                "versions": {**collect_versions(), "NCCL variables": describe_pins(os.environ)},
+                "root": str(code_root())}
 
-    world.start(hello)
-    roster = initial_roster(tuple(h["host"] for h in world.hellos), config)
-    check_moves(roster, options.certain_moves())
-    _compare(world)
+    try:
+        world.start(hello)
+        roster = initial_roster(tuple(h["host"] for h in world.hellos), config)
+        check_moves(roster, options.certain_moves())
+        _compare(world)
+    except UserError:
+        for path in claimed:
+            (path / "log").rmdir()  # nothing is in it: the folder may be named again
+        raise
     one_machine = len({h["address"] for h in world.hellos}) == 1
     return Started(options=dataclasses.replace(options, run=world.hellos[0]["run"]), samples=found[0], roster=roster,
                    address="127.0.0.1" if one_machine else world.hellos[0]["address"])
@@ -71,6 +79,9 @@ def _claim_run_folder(config: Config, options: Options) -> None:
 
 
 def _compare(world: World) -> None:
+    other_code = describe_other_code(world.hellos)
+    if other_code is not None:
+        raise UserError(other_code)
     first = world.hellos[0]
     for rank, other in enumerate(world.hellos):
         for name in first["versions"]:

@@ -17,16 +17,21 @@ from migration.plan import check_moves, initial_roster, parse_vacate, spread_hos
 from migration.plan_report import describe_plan, plan_as_dict
 from migration.preload import has_gpu
 from migration.profiles import describe_profiles, get_profile
-from migration.requests import send_request
+from migration.requests import NoJob, read_result, send_request
+
+_LOOK_S = 0.2
+
+
+def list_profiles(argv: list[str]) -> int:
+    build_parser().parse_args(argv)  # a wrong argument beside it is still an error
+    print(describe_profiles())
+    return 0
 
 
 def launch_run(argv: list[str]) -> int:
-    """`harness.py [--np N] ...` outside mpirun: list profiles, or check the arguments and start mpiexec."""
+    """`harness.py --np N ...` outside mpirun: check the arguments and start mpiexec."""
     from migration.launch import launch
     args = build_parser().parse_args(argv)
-    if args.list_profiles:
-        print(describe_profiles())
-        return 0
     config, options = parse_run(argv)
     if args.np is None:
         raise UserError(f"profile {config.profile} needs {config.job_size} processes and spares: start it with --np N, "
@@ -51,17 +56,29 @@ def _request(argv: list[str]) -> int:
     parser.add_argument("--wait", action="store_true", help="wait until the move is committed, aborted or refused; "
                         "the exit code is 0 only if it is committed")
     args = parser.parse_args(argv)
-    before = len(send_request(args.run, {"do": "status"})["moves"])
     reply = send_request(args.run, {"do": "vacate", "vacate": args.vacate})
     print(f"request {reply['id']} accepted: vacate {args.vacate} (job is in phase {reply['phase']})", flush=True)
     if not args.wait:
         return 0
+    move = _wait_for_move(args.run, reply["id"])
+    print(_describe_move(move))
+    return 0 if move["outcome"] == "COMMITTED" else 1
+
+
+def _wait_for_move(run: str, request_id: int) -> dict[str, Any]:
+    """What became of a request. Ends with the run at the latest; raises UserError if that left nothing to tell."""
     while True:
-        for move in send_request(args.run, {"do": "status"})["moves"][before:]:
-            if move["request"] == args.vacate:
-                print(_describe_move(move))
-                return 0 if move["outcome"] == "COMMITTED" else 1
-        time.sleep(0.2)
+        try:
+            known = send_request(run, {"do": "status"})
+        except NoJob:  # the run may have ended since the last look; then it has said so in its result
+            known = read_result(run)
+        found = next((move for move in known["moves"] if move["request_id"] == request_id), None)
+        if found is not None:
+            return found
+        if "status" in known:  # the result, not a job's answer
+            raise UserError(f"request {request_id}: the run ended ({known['error'] or known['status']}) before the "
+                            "move came about")
+        time.sleep(_LOOK_S)
 
 
 def _describe_move(move: dict[str, Any]) -> str:
@@ -127,6 +144,16 @@ def _demo(argv: list[str]) -> int:
     return demo(argv)
 
 
+def _kill(argv: list[str]) -> int:
+    from migration.kill import kill
+    return kill(argv)
+
+
+def _sync(argv: list[str]) -> int:
+    from migration.sync import sync
+    return sync(argv)
+
+
 def _check(argv: list[str]) -> int:
     from migration.check import launch_check
     return launch_check(argv)
@@ -136,7 +163,8 @@ def _add_run(parser: Parser) -> None:
     parser.add_argument("--run", required=True, help="folder of the running job, as it was printed at its start")
 
 
-COMMANDS = {"request": _request, "status": _status, "cancel": _cancel, "plan": _plan, "demo": _demo, "check": _check}
+COMMANDS = {"request": _request, "status": _status, "cancel": _cancel, "kill": _kill, "plan": _plan, "demo": _demo,
+            "check": _check, "sync": _sync}
 
 
 def run(argv: list[str]) -> int:

@@ -38,6 +38,7 @@ class Controller(Actions):
         self._started: set[int] = set()
         self._finished: set[int] = set()
         self._fatal: tuple[float, str] | None = None  # when to end the job, and why
+        self._asked_to_end = ""
 
     # ---- records in
 
@@ -148,6 +149,8 @@ class Controller(Actions):
             self._broadcast("BEAT")
             for rank, silent_s in self._watch.silent(now_s):
                 self._lose(rank, f"not heard for {silent_s:.1f} s")
+        if not self._ended and self._asked_to_end:
+            self._end_job(self._asked_to_end)
         if not self._ended and self._fatal is not None and now_s > self._fatal[0]:
             self._end_fatally(now_s)
         if not self._ended and (reason := self._watch.pop_expired(now_s)) is not None:
@@ -203,12 +206,13 @@ class Controller(Actions):
             self._current = None
             return
         self._acceptance = Acceptance(plan, self._tally.roster.hosts, self.options.accept)
-        self._move = MoveRecord(request=pending.text, plan=plan, term=self.term, requested_s=self.timeline.clock())
+        self._move = MoveRecord(request=pending.text, request_id=pending.id, plan=plan, term=self.term,
+                                requested_s=self.timeline.clock())
         self._act(self._tally.request(plan))
 
     def _refuse(self, pending: Pending, reason: str) -> None:
         self._say(f"move {pending.text} refused: {reason}")
-        self._record.refuse(pending.text, reason, self._tally.generation, self.term)
+        self._record.refuse(pending.text, pending.id, reason, self._tally.generation, self.term)
 
     def _request(self, text: str, origin: str) -> int:
         """Take a request; returns its number. Raises UserError if it can't be done as things stand."""
@@ -229,6 +233,9 @@ class Controller(Actions):
         try:
             if request["do"] == "vacate":
                 return {"id": self._request(request["vacate"], "request"), "phase": self._tally.phase.value}
+            if request["do"] == "end":
+                self._asked_to_end = request.get("why", "asked to end")  # not yet: the answer goes out first
+                return {"iteration": max(self._positions.values(), default=0)}
             return self._cancel() if request["do"] == "cancel" else self.status()
         except UserError as error:
             return {"error": str(error)}

@@ -2,7 +2,8 @@
 
 Owns the mpiexec process, the signals that come to the launcher, and the fork server of a run. Must not know what the
 processes do; of a run it reads `result.json` only, because mpiexec's own exit code says nothing (141 or 255 after
-successful runs with these flags).
+successful runs with these flags), and whether its processes refused to start: then the run folder may be another run's,
+so they say it in a file of the launcher's own.
 
 Each process gets a hydra proxy of its own (`-hosts r0:1,r1:1,...`): with a proxy for several, the SIGKILL of one can
 take its neighbours along. `-disable-auto-cleanup` lets processes leave while the others go on. That is not enough when
@@ -18,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ from migration.errors import UserError
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
 from migration.zygote import RUN_VARIABLE, die_with_parent
 
+_REFUSED_VARIABLE = "LM_REFUSED"
 _HARNESS = Path(__file__).resolve().parent.parent / "harness.py"
 _POLL_S = 0.5
 _TERM_GRACE_S = 5.0  # from SIGTERM to SIGKILL
@@ -42,8 +45,9 @@ def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_impo
     """Runs `program` with `argv` in `num_processes` processes; returns the exit code of the run.
 
     argv already contains `--run run_dir` and no `--np`. 0: the run says it completed, 1: it failed or left no result,
-    128+N: the launcher was ended by signal N. share_imports: processes are copies of one that ran `preload`, and call
-    `entry` (see forkserver.py); a server named by LM_FORKSERVER is used, else one is made for this run.
+    2: its processes refused to start and have said why, 128+N: the launcher was ended by signal N. share_imports:
+    processes are copies of one that ran `preload`, and call `entry` (see forkserver.py); a server named by
+    LM_FORKSERVER is used, else one is made for this run.
     To be called in the main thread. Raises UserError if there is no usable mpiexec or run_dir holds a result already.
     """
     result = run_dir / "result.json"
@@ -52,8 +56,10 @@ def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_impo
     command = [str(_find_mpiexec()), "-disable-auto-cleanup", "-launcher", "fork",
                "-hosts", ",".join(f"r{index}:1" for index in range(num_processes)), "-n", str(num_processes),
                sys.executable, str(program), *argv]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {RUN_VARIABLE: str(run_dir)}
     with ExitStack() as stack:
+        refused = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lm-"))) / "refused"
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {
+            RUN_VARIABLE: str(run_dir), _REFUSED_VARIABLE: str(refused)}
         if not share_imports:
             environment.pop(ADDRESS_VARIABLE, None)
         elif ADDRESS_VARIABLE not in environment:
@@ -67,7 +73,15 @@ def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_impo
         errors.start()
         signum = _wait(job, result)
         errors.join(_TERM_GRACE_S)
+        if not signum and refused.exists():
+            return 2
     return 128 + signum if signum else _verdict(result)
+
+
+def tell_refused() -> None:
+    """In a process that refuses to start for a user's error: under --np the launcher learns that all has been said."""
+    if _REFUSED_VARIABLE in os.environ:
+        Path(os.environ[_REFUSED_VARIABLE]).touch()
 
 
 def _pass_on(errors: IO[bytes], own: Path) -> None:

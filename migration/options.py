@@ -5,6 +5,12 @@ from dataclasses import dataclass
 
 from migration.schedule import Schedule
 
+# What --omit-state may name: the keys of state.KINDS and gradients.KIND, which need torch (a test holds them equal).
+STATE_KINDS = ("parameters", "buffers", "main_parameters", "moments", "optimizer_steps", "grad_scaler", "lr_scheduler",
+               "param_groups", "overlap_bookkeeping", "norm_group_cache", "rng_python", "rng_numpy", "rng_torch",
+               "rng_cuda", "rng_trackers", "data_position", "history")
+AT_THE_CUT = "gradients"  # of the slot's own shard, which no log has a digest of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:

@@ -66,6 +66,7 @@ class Roster:
     hosts: tuple[str, ...]  # host of each world_rank
     holders: tuple[int, ...]  # world_rank that holds each slot
     lost: frozenset[int] = frozenset()  # world ranks that no longer live
+    vacated: tuple[str, ...] = ()  # hosts that a move has left, the last one last
 
     def host_names(self) -> tuple[str, ...]:
         """In the order in which the hosts come first in the world."""
@@ -96,7 +97,9 @@ class Roster:
             assert a.joiner in spares, f"slot {a.slot}: joiner {a.joiner} is not one of the spares {spares}"
             holders[a.slot] = a.joiner
         assert len(set(holders)) == len(holders), f"a process holds two slots after {plan.to_json()}: {holders}"
-        return dataclasses.replace(self, holders=tuple(holders))
+        left = tuple(dict.fromkeys(self.hosts[a.leaver] for a in plan.assignments))
+        return dataclasses.replace(self, holders=tuple(holders),
+                                   vacated=(*(host for host in self.vacated if host not in left), *left))
 
     def without(self, world_rank: int) -> Roster:
         """The roster once `world_rank` is lost: never a spare again. A slot that it holds stays its until a move."""
@@ -105,13 +108,15 @@ class Roster:
     def to_json(self) -> str:
         """Compact: hosts are run lengths, [["b0", 2], ...]."""
         runs = [[host, len(list(run))] for host, run in groupby(self.hosts)]
-        return json.dumps({"hosts": runs, "holders": self.holders, "lost": sorted(self.lost)}, separators=(",", ":"))
+        return json.dumps({"hosts": runs, "holders": self.holders, "lost": sorted(self.lost),
+                           "vacated": self.vacated}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Roster:
         fields = json.loads(text)
         return cls(hosts=tuple(host for host, count in fields["hosts"] for _ in range(count)),
-                   holders=tuple(fields["holders"]), lost=frozenset(fields["lost"]))
+                   holders=tuple(fields["holders"]), lost=frozenset(fields["lost"]),
+                   vacated=tuple(fields["vacated"]))
 
 
 def spread_hosts(names: Sequence[str], num_processes: int) -> tuple[str, ...]:
@@ -173,9 +178,11 @@ def plan_move(roster: Roster, request: VacateRequest) -> MovePlan:
 
     The ranks of one host go to one host together where any has room, since tensor-parallel neighbours should stay
     neighbours: to the one with the fewest spares that suffice, and among equals to the first (in the order of the
-    targets named, else of the hosts). What fits nowhere in one piece is spread over the hosts in order. A joiner is a
-    living spare and never on a host that the request leaves; only a named target can move a single process within its
-    own host. Raises UserError for what can't be done; nothing has changed then.
+    targets named, else of the hosts). Where no target is named, a host that no move has left yet comes before all
+    that one has, and of those the one that was left longest ago: whoever vacated a host had a reason. What fits nowhere
+    in one piece is spread over the hosts in order. A joiner is a living spare and never on a host that the request
+    leaves; only a named target can move a single process within its own host. Raises UserError for what can't be done;
+    nothing has changed then.
     """
     leavers_by_host = _leavers_by_host(roster, request)
     free = _free_spares(roster, request, frozenset(leavers_by_host))
@@ -193,7 +200,7 @@ def plan_move(roster: Roster, request: VacateRequest) -> MovePlan:
         if not roomy:
             scattered += leavers
             continue
-        best = min(roomy, key=lambda host: len(free[host]))
+        best = min(roomy, key=lambda host: (_left_at(roster, request, host), len(free[host])))
         pairs.update(zip(leavers, free[best]))
         free[best] = free[best][len(leavers):]
     pairs.update(zip(scattered, (spare for spares in free.values() for spare in spares)))
@@ -241,9 +248,15 @@ def _free_spares(roster: Roster, request: VacateRequest, left: frozenset[str]) -
             raise UserError(f"vacate {request.text}: {target} is both vacated and moved to; name another target")
         if request.targets.count(target) > 1:
             raise UserError(f"vacate {request.text}: target {target} is named twice; name each host once")
-    hosts = request.targets or tuple(host for host in roster.host_names() if host not in left)
+    hosts = request.targets or tuple(sorted((host for host in roster.host_names() if host not in left),
+                                            key=lambda host: _left_at(roster, request, host)))  # stable
     spares = {host: [r for r in roster.spares() if roster.hosts[r] == host] for host in hosts}
     return {host: ranks for host, ranks in spares.items() if ranks}
+
+
+def _left_at(roster: Roster, request: VacateRequest, host: str) -> int:
+    """The larger, the later a move has left `host`; -1: none has, or the user named the targets."""
+    return roster.vacated.index(host) if host in roster.vacated and not request.targets else -1
 
 
 def _check_host(roster: Roster, request: VacateRequest, host: str) -> None:

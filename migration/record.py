@@ -27,6 +27,7 @@ class MoveRecord:
     """Times (unix seconds) and counts of the move under way, as its members report them."""
 
     request: str
+    request_id: int
     plan: MovePlan
     term: int
     requested_s: float
@@ -82,11 +83,12 @@ class MoveRecord:
 class RunRecord:
     """The run as the controller saw it."""
 
-    def __init__(self, *, config: Config, run: str, timeline: Timeline, progress_s: float) -> None:
+    def __init__(self, *, config: Config, num_iterations: int, run: str, timeline: Timeline, progress_s: float) -> None:
         self.moves: list[dict[str, Any]] = []
         self.faults: list[dict[str, Any]] = []
         self.run = run
         self._config, self._timeline, self._progress_s = config, timeline, progress_s
+        self._num_iterations = num_iterations  # those of the config, or fewer with --save-at
         self._shown_s, self._shown_phase = 0.0, ""
         self._is_terminal = sys.stdout.isatty()
 
@@ -100,12 +102,12 @@ class RunRecord:
         """One line for the iteration just done; where the output isn't a terminal, not more often than `progress_s`."""
         now_s = time.monotonic()
         done = record["iteration"]
-        last = done == self._config.iterations
+        last = done == self._num_iterations
         if not (self._is_terminal or last or phase != self._shown_phase or now_s - self._shown_s > self._progress_s):
             return
         self._shown_s, self._shown_phase = now_s, phase
-        width = len(str(self._config.iterations))
-        text = (f"iteration {done:{width}d}/{self._config.iterations}  loss {record['loss']:.4f}  "
+        width = len(str(self._num_iterations))
+        text = (f"iteration {done:{width}d}/{self._num_iterations}  loss {record['loss']:.4f}  "
                 f"{record['time_s']:.3f} s/iteration  generation {generation}{phase}")
         if self._is_terminal:
             sys.stdout.write(f"\r\x1b[K{text}" + ("\n" if last else ""))
@@ -123,7 +125,7 @@ class RunRecord:
     def finish(self, move: MoveRecord, tally: MoveTally) -> None:
         """A move is committed or aborted."""
         columns = move.columns(tally)
-        self._add(columns)
+        self._add(columns, move.request_id)
         if columns["outcome"] == "COMMITTED":
             self.say(f"move {move.request} committed before iteration {columns['iteration']}: generation "
                      f"{tally.generation}, setup {columns['setup_s']:.2f} s, "
@@ -132,15 +134,16 @@ class RunRecord:
         elif move.restored:
             self.say(f"move {move.request}: {move.restored}")
 
-    def refuse(self, request: str, reason: str, generation: int, term: int) -> None:
+    def refuse(self, request: str, request_id: int, reason: str, generation: int, term: int) -> None:
         """A request that never became a move."""
         self._add({"move": -1, "request": request, "outcome": "REFUSED", "reason": reason, "iteration": -1,
                    "generation": generation, "term": term, "requested_s": self.clock(), "setup_s": math.nan,
                    "downtime_s": math.nan, "total_s": math.nan, "bytes": 0, "num_groups_rebuilt": 0,
-                   "num_groups_kept": 0, "assignments": []})
+                   "num_groups_kept": 0, "assignments": []}, request_id)
 
-    def _add(self, columns: dict[str, Any]) -> None:
-        self.moves.append({k: None if isinstance(v, float) and math.isnan(v) else v for k, v in columns.items()})
+    def _add(self, columns: dict[str, Any], request_id: int) -> None:
+        self.moves.append({"request_id": request_id} | {
+            k: None if isinstance(v, float) and math.isnan(v) else v for k, v in columns.items()})
         self._timeline.add_move(**columns)
 
     def fault(self, record: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Requests to a running job from outside: a line of JSON each way over TCP, to whoever is the controller.
 
 The controller's process listens; its address and a secret lie in RUN/controller.json, readable by the user alone. The
-server is polled by the control thread and doesn't block it; the client is `harness.py request|status|cancel`. Anybody
-may connect, so nothing that comes without the secret may do more than be turned away.
+server is polled by the control thread and doesn't block it; the client is `harness.py request|status|cancel|kill`.
+Anybody may connect, so nothing that comes without the secret may do more than be turned away.
 """
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class _Waiting:
     connection: socket.socket
     ends_s: float  # monotonic
     data: bytes = b""
+
+
+class NoJob(UserError):
+    """Nobody answers for the run."""
 
 
 class RequestServer:
@@ -98,23 +102,36 @@ class RequestServer:
         self._socket.close()
 
 
-def send_request(run: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Ask the controller of the job in `run`. Raises UserError if there is no such job or it refuses."""
+def send_request(run: str, request: dict[str, Any], *, timeout_s: float = _TIMEOUT_S,
+                 hand_over_s: float | None = None) -> dict[str, Any]:
+    """Ask the controller of the job in `run`. Raises NoJob if none answers, another UserError if it refuses.
+
+    timeout_s: for its answer. hand_over_s: for another controller, where the one in the file is gone.
+    """
     contact = _read_contact(run)
-    ends_s = time.monotonic() + _HAND_OVER_S
+    ends_s = time.monotonic() + (_HAND_OVER_S if hand_over_s is None else hand_over_s)
     while True:
         try:
-            reply = _exchange(contact, request)
+            reply = _exchange(contact, request, timeout_s)
             break
         except (OSError, ValueError) as error:
             # perhaps the role is on its way to another process, which will say so in the file
             before, contact = contact, _wait_for_another(run, contact, ends_s)
             if contact == before:
-                raise UserError(f"--run {run}: no job answers there; it has ended, or its controller can't be reached "
-                                f"from this machine ({error})") from None
+                raise NoJob(f"--run {run}: no job answers there; it has ended, or its controller can't be reached "
+                            f"from this machine ({error})") from None
     if "error" in reply:
         raise UserError(reply["error"])
     return reply
+
+
+def read_result(run: str) -> dict[str, Any]:
+    """What a run that is over has left. Raises UserError where it left nothing: it was killed, or goes on."""
+    path = Path(run) / "result.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--run {run}: no job answers there, and it left no result ({path}: {error})") from None
 
 
 def _read_contact(run: str) -> dict[str, Any]:
@@ -124,7 +141,7 @@ def _read_contact(run: str) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"--run {run}: no job has started there (no controller.json)") from None
+        raise NoJob(f"--run {run}: no job has started there (no controller.json)") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: can't be read: {error}") from None
 
@@ -138,8 +155,8 @@ def _wait_for_another(run: str, contact: dict[str, Any], ends_s: float) -> dict[
     return found
 
 
-def _exchange(contact: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    with socket.create_connection((contact["host"], contact["port"]), timeout=_TIMEOUT_S) as connection:
+def _exchange(contact: dict[str, Any], request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    with socket.create_connection((contact["host"], contact["port"]), timeout=timeout_s) as connection:
         connection.sendall(json.dumps({**request, "secret": contact["secret"]}).encode() + b"\n")
         return json.loads(_read_line(connection))
 

@@ -9,6 +9,7 @@ everybody), SIGUSR1 ignored (hydra sends it to survivors), errors returned.
 """
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -24,7 +25,8 @@ from typing import Any
 from migration.errors import UserError
 from migration.plan import spread_hosts
 
-RECORD_BYTES = 1 << 18  # small ones go at once; a large one waits until the receiver polls
+_MESSAGE_BYTES = 1 << 18  # small ones go at once; a large one waits until the receiver polls
+_START_TIMEOUT_S = 600.0  # for everybody to come up: nodes boot and file systems are slow at different speeds
 POLL_S = 0.005
 URGENT_POLL_S = 0.0005  # while a member waits at a boundary
 _TAG = 7
@@ -69,6 +71,34 @@ def leave_hydra() -> None:
         os.read(descriptor, 64)
 
 
+def _init(mpi: Any) -> None:
+    """MPI_Init_thread through ctypes: mpi4py's own holds Python's lock while it waits for the whole world.
+
+    Then no other thread of this process could run, and `World.start` would never see its time-out.
+    """
+    library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()  # finds what the module is linked to as well
+    code = library.MPI_Init_thread(None, None, ctypes.c_int(mpi.THREAD_MULTIPLE), ctypes.byref(provided))
+    if code != mpi.SUCCESS or provided.value != mpi.THREAD_MULTIPLE:
+        raise RuntimeError(f"MPI_Init_thread returned {code} and thread level {provided.value}, not "
+                           f"{mpi.THREAD_MULTIPLE}")
+
+
+def split_record(data: bytes, max_bytes: int) -> list[bytes]:
+    """The messages in which a record travels: each begins with a byte that says whether more of it follows."""
+    size = max_bytes - 1
+    parts = [data[at:at + size] for at in range(0, len(data), size)]
+    return [*(b"+" + part for part in parts[:-1]), b"." + parts[-1]]
+
+
+def join_message(begun: dict[int, bytes], sender: int, message: bytes) -> bytes | None:
+    """The record that `message` completes, or None. MPI keeps the order of one sender's messages, not of several."""
+    data = begun.pop(sender, b"") + message[1:]
+    if message[:1] == b".":
+        return data
+    begun[sender] = data
+    return None
+
+
 class World:
     """Every MPI process, spares included."""
 
@@ -84,15 +114,19 @@ class World:
         self._failure: BaseException | None = None
         self.urgent = False
 
-    def start(self, hello: Callable[[int, int], dict[str, Any]]) -> None:
+    def start(self, hello: Callable[[int, int], dict[str, Any]], timeout_s: float = _START_TIMEOUT_S) -> None:
         """Bring MPI up. Collective over the world: everybody's `hello(rank, size)` is in `hellos` afterwards.
 
-        Raises what `hello` raised, on every rank: a hello that failed travels as its message.
+        Raises what `hello` raised, on every rank: a hello that failed travels as its message; and TimeoutError where
+        somebody doesn't come.
         """
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         self._thread = threading.Thread(target=self._run, args=(hello,), name="control", daemon=True)
         self._thread.start()
-        self._ready.wait()
+        if not self._ready.wait(timeout_s):
+            raise TimeoutError(f"MPI did not come up on {socket.gethostname()} in {timeout_s:g} s: a process of the "
+                               "world was never started, hangs, or can't be reached from here; start one process a "
+                               "host to see which")
         if self._failure is not None:
             raise self._failure
 
@@ -147,8 +181,9 @@ class World:
         # for as long as we waited; with OFI in none of 50
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
         import mpi4py
-        mpi4py.rc.finalize = False
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
+        _init(MPI)
         self._mpi = MPI
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = MPI.COMM_WORLD.Dup()
@@ -166,7 +201,8 @@ class World:
         if wrong:
             raise UserError(wrong[0])
         self._status = MPI.Status()
-        self._buffer = bytearray(RECORD_BYTES)
+        self._buffer = bytearray(_MESSAGE_BYTES)
+        self._begun: dict[int, bytes] = {}  # by sender, a record of which only the first messages have come
         self._post()
 
     def _post(self) -> None:
@@ -188,8 +224,11 @@ class World:
         found = []
         # one call makes progress, the next one sees it: over TCP a single test would be a poll late
         while self._request.Test(self._status) or self._request.Test(self._status):
-            found.append(json.loads(bytes(self._buffer[:self._status.Get_count(self._mpi.BYTE)])))
+            message = bytes(self._buffer[:self._status.Get_count(self._mpi.BYTE)])
+            sender = self._status.Get_source()
             self._post()
+            if (data := join_message(self._begun, sender, message)) is not None:
+                found.append(json.loads(data))
         while not self._own.empty():
             found.append(self._own.get())
         return found
@@ -198,12 +237,11 @@ class World:
         started = []
         while not self._outbox.empty():
             rank, record = self._outbox.get()
-            data = json.dumps(record).encode()
-            assert len(data) <= RECORD_BYTES, f"a record of {len(data)} bytes: {record.get('kind')}"
-            try:
-                started.append((rank, self._comm.Isend(data, dest=rank, tag=_TAG), data))
-            except self._mpi.Exception:
-                continue  # the receiver is gone (OFI says so, UCX doesn't); the controller's heartbeats find out
+            for message in split_record(json.dumps(record).encode(), _MESSAGE_BYTES):
+                try:
+                    started.append((rank, self._comm.Isend(message, dest=rank, tag=_TAG), message))
+                except self._mpi.Exception:
+                    break  # the receiver is gone (OFI says so, UCX doesn't); the controller's heartbeats find out
         return started
 
     def _is_sent(self, request: Any) -> bool:

@@ -99,8 +99,8 @@ def assert_moves(result: dict[str, Any], expected: list[tuple[int, list[list[int
 def refused(finished: Finished, *words: str) -> None:
     """The command ended with an error, in one line for the user that holds all `words`, and no traceback."""
     output = finished.out + finished.err
-    assert finished.rc not in (0, None) and finished.rc > 0, f"exit code {finished.rc}\n{output}"
-    assert "Traceback" not in output, output
+    assert finished.rc == 2, f"exit code {finished.rc}\n{output}"
+    assert "Traceback" not in output and "ended without a result" not in output, output
     lines = [line for line in output.splitlines() if all(word in line for word in words)]
     assert len(lines) == 1, f"{len(lines)} lines with {words}, not one:\n{output}"
 

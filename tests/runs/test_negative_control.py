@@ -14,6 +14,7 @@ from support import Case, Harness, Undisturbed, final_digests, undisturbed, vaca
 
 from analysis.compare import main as compare
 from analysis.log import read_run, text
+from migration.options import AT_THE_CUT, STATE_KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE, NUM_PROCESSES = "tiny_TP1_PP2", 6
@@ -22,18 +23,14 @@ CASE = Case(profile=PROFILE, iterations=8)
 SETTINGS = {"grad_scaler": ("dtype=fp16",), "overlap_bookkeeping": ("overlap_grad_reduce=true", "bucket_size=20000")}
 # kinds that no job has on the CPU or with some version of Megatron-Core
 PERHAPS_NOWHERE = {"buffers", "norm_group_cache", "rng_cuda"}
-KINDS = ("parameters", "buffers", "main_parameters", "moments", "optimizer_steps", "grad_scaler", "lr_scheduler",
-         "param_groups", "overlap_bookkeeping", "norm_group_cache", "rng_python", "rng_numpy", "rng_torch", "rng_cuda",
-         "rng_trackers", "data_position", "history")
-AT_THE_CUT = "gradients"  # of the slot's own shard, which no log has a digest of
 
 
 def test_every_kind_has_its_control() -> None:
     """In a process of its own: the list of kinds needs torch."""
-    done = subprocess.run([sys.executable, "-c", "from migration.state import KINDS; print(*KINDS)"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120)
+    program = "from migration.state import KINDS; from migration.gradients import KIND; print(*KINDS, KIND)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == set(KINDS)
+    assert done.stdout.split() == [*STATE_KINDS, AT_THE_CUT]
 
 
 def arm(kind: str) -> tuple[str, ...]:
@@ -45,14 +42,15 @@ def kind_case(kind: str) -> Case:
     return Case(profile=PROFILE, iterations=CASE.iterations, settings=SETTINGS.get(kind, ()))
 
 
-@pytest.mark.parametrize("kind", (*KINDS, AT_THE_CUT))
+@pytest.mark.parametrize("kind", (*STATE_KINDS, AT_THE_CUT))
 def test_left_out(harness: Harness, undisturbed: Undisturbed, kind: str) -> None:
     case = kind_case(kind)
     twin = undisturbed(case)
     if kind != AT_THE_CUT and kind not in {name for _, name in final_digests(read_run(twin))}:
         assert kind in PERHAPS_NOWHERE, f"{kind} is in no undisturbed run: this control controls nothing"
         pytest.skip(f"this job has no {kind}")
-    finished = harness(*case.arguments(NUM_PROCESSES), *vacate("b1->b2@4"), "--omit-state", kind, *arm(kind), np=NUM_PROCESSES)
+    finished = harness(*case.arguments(NUM_PROCESSES), *vacate("b1->b2@4"), "--omit-state", kind, *arm(kind),
+                       np=NUM_PROCESSES)
     moved = read_run(finished.run)
     assert [text(outcome) for outcome in moved.moves["outcome"]] == ["COMMITTED"], finished.err[-2000:]
     assert compare([str(twin), str(finished.run)]) == 1
