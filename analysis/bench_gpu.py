@@ -42,7 +42,7 @@ M24_DEADLINES = ("--prepare-deadline", "500", "--switch-deadline", "400", "--hea
 BESIDE = {True: ("tp=2", "dp=1", "num_layers=4", "hidden_size=2048", "num_attention_heads=16", "seq_length=1024",
                  "num_microbatches=2", "lr=1e-4"),
           False: ("tp=2", "dp=1", "num_layers=2", "hidden_size=32", "seq_length=16", "num_microbatches=1")}
-STATE = {True: ("num_layers=8", "hidden_size=2048", "num_attention_heads=16"),
+STATE = {True: ("num_layers=8", "hidden_size=4096", "num_attention_heads=32"),
          False: ("num_layers=2", "hidden_size=64")}
 
 
@@ -221,7 +221,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE",
                         help="of the jobs of moves and m24")
     parser.add_argument("--arms", type=_names_of(ARMS), default=list(ARMS), help=f"moves: some of {', '.join(ARMS)}")
-    parser.add_argument("--iterations", type=int, default=56, help="moves: of each run (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=120, help="moves: of each run (default: %(default)s)")
     parser.add_argument("--m24-iterations", type=int, default=32, help="m24: (default: %(default)s)")
     parser.add_argument("--m24-connect", choices=("ahead", "pause"), default="ahead")
     parser.add_argument("--twin", action="store_true", help="m24: an undisturbed run too")

@@ -75,7 +75,7 @@ class Groups(Handles):
         """
         found = {}
         for name in names:
-            if name not in self._next or self._next[name].inner is None:
+            if name not in self._next or not self._next[name].is_prepared:
                 raise MoveFailed(f"group {name} among the joiners was not prepared; its preparation says why")
             self._activate(self._next[name])
             found[name] = self._next[name].inner

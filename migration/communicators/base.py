@@ -62,6 +62,11 @@ class Communicator(ABC):
         """
 
     @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` has come to its end."""
+        return self.inner is not None
+
+    @property
     def connects_ahead(self) -> bool:
         """Whether `activate` would connect, and may do so before the pause since the old one need not make room."""
         return False

@@ -89,6 +89,10 @@ class NcclCommunicator(NcclLife):
         self._become(Stage.CONNECTED)
 
     @property
+    def is_prepared(self) -> bool:
+        return self.stage in (Stage.PREPARED, Stage.PARKED, Stage.CONNECTED)
+
+    @property
     def connects_ahead(self) -> bool:
         return self.stage is Stage.PREPARED and self.switch == "connected"
 

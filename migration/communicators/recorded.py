@@ -89,7 +89,13 @@ class RecordingGroup:
         if self._batch is not None:
             self._batch.append((number, results))
             return work
-        return _RecordedWork(work, lambda: self._recorder.keep(number, results))
+        return self._recorded_work(work, lambda: self._recorder.keep(number, results))
+
+    def _recorded_work(self, work: Any, when_done: Callable[[], None]) -> Any:
+        if work is None:  # NCCL's answer to a call that the current stream waits for anyway
+            when_done()
+            return None
+        return _RecordedWork(work, when_done)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._batch = []
@@ -103,7 +109,7 @@ class RecordingGroup:
             for number, results in batch:
                 self._recorder.keep(number, results)
 
-        return _RecordedWork(self._real._end_coalescing(device), keep_all)
+        return self._recorded_work(self._real._end_coalescing(device), keep_all)
 
 
 class ReplayGroup(SandboxGroup):

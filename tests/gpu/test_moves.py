@@ -21,8 +21,8 @@ from analysis.moves import compute_moves
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("--np", "8", "--hosts", "b0,b1,b2,b3")
 # b0 has world rank 0; a second generation is moved as well as the first
-MOVES = ("--vacate", "b1->b3@28", "--vacate", "b0->b1@56", "--lead", "26")
-SETTINGS = ("--set", "iterations=64")
+MOVES = ("--vacate", "b1->b3@28", "--vacate", "b0->b1@110", "--lead", "26")
+SETTINGS = ("--set", "iterations=180")
 
 pytestmark = [pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU"), pytest.mark.timeout(400)]
 
