@@ -4,7 +4,8 @@
     python harness.py --np 8 --profile tiny_TP2_PP1 --hosts b0,b1,b2,b3 --vacate b1@12
 
 This file: the roles of a process and the training loop. Arguments are in migration/arguments.py, the commands beside
-a run (request, status, cancel, plan, demo) in migration/commands.py, everything else where migration/__init__.py says.
+a run (request, status, cancel, stop, plan, demo) in migration/commands.py, everything else where migration/__init__.py
+says.
 """
 from __future__ import annotations
 
@@ -32,12 +33,17 @@ def train(job: Job, process: Process) -> bool:
     clock, member = process.timeline.clock, process.member
     while job.iteration < process.num_iterations:
         arrived_s = start_s = clock()
+        saves = False
         if job.micro_losses is None:  # else this process has just taken the slot over, inside this iteration
             if not member.at_boundary(job):
                 return False
+            if member.ends_before(job.iteration):
+                break
+            if saves := process.is_checkpoint_due(job):
+                process.save_checkpoint(job)
             start_s = clock()
             job.compute_gradients()
-        disturbed = member.part is not None
+        disturbed = saves or member.part is not None
         if not member.before_step(job):
             return False
         iteration, samples, consumed = job.iteration, job.cursor.samples_digest(), job.cursor.consumed_samples
@@ -84,6 +90,8 @@ def run_process(argv: list[str]) -> int:
     except UserError as error:
         if own_rank() == 0:
             sys.stderr.write(f"harness: {error}\n")
+            sys.stderr.flush()
+        world.leave()
         return end(2)
     marks["mpi"] = clock()
     try:

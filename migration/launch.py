@@ -33,6 +33,7 @@ from migration.zygote import RUN_VARIABLE, die_with_parent
 _HARNESS = Path(__file__).resolve().parent.parent / "harness.py"
 _POLL_S = 0.5
 _TERM_GRACE_S = 5.0  # from SIGTERM to SIGKILL
+_REFUSED = 2  # exit code for what the user got wrong
 _RESULT_GRACE_S = 20.0  # from result.json to the end of the last process
 
 
@@ -42,6 +43,7 @@ def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_impo
     """Runs `program` with `argv` in `num_processes` processes; returns the exit code of the run.
 
     argv already contains `--run run_dir` and no `--np`. 0: the run says it completed, 1: it failed or left no result,
+    another number: what the run's result says (2: a user's error, 75: to be started again),
     128+N: the launcher was ended by signal N. share_imports: processes are copies of one that ran `preload`, and call
     `entry` (see forkserver.py); a server named by LM_FORKSERVER is used, else one is made for this run.
     To be called in the main thread. Raises UserError if there is no usable mpiexec or run_dir holds a result already.
@@ -67,6 +69,8 @@ def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_impo
         errors.start()
         signum = _wait(job, result)
         errors.join(_TERM_GRACE_S)
+    if not signum and not result.exists() and job.returncode == _REFUSED:
+        return _REFUSED  # every process has found the same, and one has said it
     return 128 + signum if signum else _verdict(result)
 
 
@@ -135,9 +139,10 @@ def _end_if_overdue(job: subprocess.Popen, told_to_end: bool, has_result: bool, 
 
 def _verdict(result: Path) -> int:
     try:
-        status = json.loads(result.read_text())["status"]
+        found = json.loads(result.read_text())
+        status = found["status"]
     except (OSError, ValueError, KeyError) as error:
         print(f"launcher: the run ended without a result ({result}: {error}); what its processes said is above, "
               f"their logs are in {result.parent / 'log'}", file=sys.stderr, flush=True)
         return 1
-    return 0 if status == "completed" else 1
+    return found.get("exit_code", 0 if status == "completed" else 1)

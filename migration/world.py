@@ -113,6 +113,11 @@ class World:
         """The last resort, before records flow: MPI ends every process of the world."""
         self._comm.Abort(1)
 
+    def leave(self) -> None:
+        """Before this process ends, as every other one does for the same reason: or mpirun calls it a failure of MPI."""
+        if self.rank >= 0:
+            leave_hydra()
+
     def finalize(self, timeout_s: float = 5.0) -> None:
         """End MPI in order, on the control thread. Collective over the world: gives up after `timeout_s`."""
         watch = threading.Timer(timeout_s, os._exit, (0,))
