@@ -156,8 +156,9 @@ def _children(root: Path) -> list[Path]:
 def _compare(manifest: Manifest, folder: str, config: Config, data: str, versions: dict[str, str]) -> list[str]:
     """Raises UserError if the checkpoint is of another job. Returns what may cost equality, but is allowed."""
     own = comparable(config)
-    different = [f"{name} ({manifest.config.get(name)}, here {own.get(name)})"
-                 for name in sorted(own.keys() | manifest.config.keys()) if own.get(name) != manifest.config.get(name)]
+    saved = {**comparable(Config(profile="")), **manifest.config}  # a field that came later was at its default
+    different = [f"{name} ({saved.get(name)}, here {own.get(name)})"
+                 for name in sorted(own.keys() | saved.keys()) if own.get(name) != saved.get(name)]
     if different:
         raise UserError(f"{folder}: saved by a job with another {', '.join(different)}; give the same --profile, --set")
     if manifest.iteration >= config.iterations:

@@ -33,7 +33,6 @@ from migration.zygote import RUN_VARIABLE, die_with_parent
 _HARNESS = Path(__file__).resolve().parent.parent / "harness.py"
 _POLL_S = 0.5
 _TERM_GRACE_S = 5.0  # from SIGTERM to SIGKILL
-_REFUSED = 2  # exit code for what the user got wrong
 _RESULT_GRACE_S = 20.0  # from result.json to the end of the last process
 
 
@@ -69,8 +68,6 @@ def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_impo
         errors.start()
         signum = _wait(job, result)
         errors.join(_TERM_GRACE_S)
-    if not signum and not result.exists() and job.returncode == _REFUSED:
-        return _REFUSED  # every process has found the same, and one has said it
     return 128 + signum if signum else _verdict(result)
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -82,6 +83,16 @@ def test_of_another_job(tmp_path: Path) -> None:
         start(tmp_path, config=dataclasses.replace(CONFIG, seed=1))
     longer = dataclasses.replace(CONFIG, profile="other name", iterations=200, data="elsewhere")
     assert start(tmp_path, config=longer).iteration == 4
+
+
+def test_a_field_that_came_later_was_at_its_default(tmp_path: Path) -> None:
+    path = make(tmp_path, 4) / MANIFEST
+    value = json.loads(path.read_text())
+    del value["config"]["dropout"]
+    path.write_text(json.dumps(value))
+    assert start(tmp_path).iteration == 4
+    with pytest.raises(UserError, match="dropout"):
+        start(tmp_path, config=dataclasses.replace(CONFIG, dropout=0.0))
 
 
 def test_nothing_left_to_train(tmp_path: Path) -> None:
