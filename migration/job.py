@@ -82,15 +82,18 @@ class Job:
         self._positions = torch.arange(config.seq_length, device=self.device)[None]
 
     def broadcast_parameters(self) -> None:
-        """Same weights on all data-parallel replicas, and in both copies of a tied embedding, at the start of a run.
-
-        What Megatron does when it builds, which here happens in a sandbox. Collective over each of these groups.
-        """
-        from migration import model
+        """Same weights on all data-parallel replicas, at the start of a run. Collective over each such group."""
         for chunk in self.chunks:
             chunk.broadcast_params()
-        model.tie_embeddings(self.config, self.chunks)
-        self.optimizer.reload_model_params()
+
+    def tie_embeddings(self) -> None:
+        """Same weights in both copies of a tied embedding, on the first and the last stage, before the first iteration.
+
+        What Megatron does when it builds, which here happens in a sandbox. Collective over each embedding group.
+        """
+        from migration import model
+        if model.tie_embeddings(self.config, self.chunks):
+            self.optimizer.reload_model_params()
 
     def run_iteration(self) -> IterationResult:
         """One optimizer step on the next global batch. Collective over the job."""

@@ -159,6 +159,8 @@ class Process:
         self.member.warm_roles.add(pipeline_role(self.config, slot))
         if self.options.warm_up == "recorded":
             self._end_recording = self._record(made)
+        if not self._started.start.folder:
+            made.tie_embeddings()  # recorded: a joiner's first iteration needs the other stage's weights too
         self.member.tell("STARTED", iteration=made.iteration)
         return made
 

@@ -42,6 +42,7 @@ def four_slots(**changes: object) -> Iterator[Job]:
     with open_job(tiny_config(dropout=0.1, num_microbatches=2, **{"dp": 1, **changes}), world().rank) as job:
         build_generation(shared_groups(), 0, range(4))
         job.broadcast_parameters()
+        job.tie_embeddings()
         yield job
         world().barrier()
 
