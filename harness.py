@@ -35,12 +35,17 @@ def train(job: Job, process: Process) -> bool:
     clock, member = process.timeline.clock, process.member
     while job.iteration < process.num_iterations:
         arrived_s = start_s = clock()
+        saves = False
         if job.micro_losses is None:  # else this process has just taken the slot over, inside this iteration
             if not member.at_boundary(job):
                 return False
+            if member.ends_before(job.iteration):
+                break
+            if saves := process.is_checkpoint_due(job):
+                process.save_checkpoint(job)
             start_s = clock()
             job.compute_gradients()
-        disturbed = member.part is not None
+        disturbed = saves or member.part is not None
         if not member.before_step(job):
             return False
         iteration, samples, consumed = job.iteration, job.cursor.samples_digest(), job.cursor.consumed_samples

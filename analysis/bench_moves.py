@@ -1,11 +1,12 @@
 """`python -m analysis.bench_moves`: N moves in one run, and a plain save-and-restart of the same job, as one table.
 
 Everything is measured on this machine, one after the other, and every figure comes from spans in the logs. The restart
-is timed from the end of the last iteration before the save to the end of the first iteration after the load.
+(restart_arm.py) is timed from the end of the last iteration before the save to the end of the first one after the load.
 """
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 from analysis.log import Run, read_run
 from analysis.measures import compute_run
 from analysis.moves import compute_moves
+from analysis.restart_arm import measure_restart
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SPACING = 8  # iterations from one move to the next
@@ -35,10 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         figures = measure_moves(Path(folder), args.moves, args.settings, args.warm_up)
-        restarts = [measure_restart(Path(folder) / f"restart{i}", args.settings) for i in range(args.restarts)]
-    if restarts:
-        figures |= {name: statistics.median(r[name] for r in restarts) for name in restarts[0]}
-        figures["restart_over_downtime"] = figures["restart_s"] / figures["downtime_s"]
+        for name, shared in (("restart", False), ("restart_shared_imports", True)):
+            if args.restarts:
+                figures[name] = measure_restarts(Path(folder) / name, args.restarts, args.settings,
+                                                 shared_imports=shared)
+                figures[f"{name}_over_downtime"] = figures[name]["total_s"] / figures["downtime_s"]
     print(json.dumps(figures, indent=1) if args.json else _table(figures, args.moves, args.restarts))
     return 0
 
@@ -71,21 +74,12 @@ def measure_moves(folder: Path, num_moves: int, settings: list[str], warm_up: st
             "cold_first_iteration_over_median": rows[0].first_iteration_s / whole.median_s}
 
 
-def measure_restart(folder: Path, settings: list[str]) -> dict[str, float]:
-    """Save before iteration 8, launch every process anew on other hosts, load, train on. Seconds."""
-    arguments = [*settings_arguments(settings), "--set", "iterations=16"]
-    before = _train(folder / "before", [*arguments, "--save-at", "8"])
-    after = _train(folder / "after", [*arguments, "--load", str(folder / "before" / "checkpoint")],
-                   hosts="b0,b3,b2,b1")
-    last, first = before.iterations, after.iterations
-    stopped_s = max(last["start_s"] + last["time_s"])
-    rows = first[first["iteration"] == 8]
-    saved_s = max(s["end_s"] for s in before.spans if s["name"] == b"save")
-    started_s = min(s["start_s"] for s in after.spans)
-    return {"restart_s": float(max(rows["start_s"] + rows["time_s"]) - stopped_s),
-            "restart_save_s": float(saved_s - stopped_s),
-            "restart_launch_s": float(started_s - saved_s),
-            "restart_start_up_s": float(min(rows["start_s"]) - started_s)}
+def measure_restarts(folder: Path, num_restarts: int, settings: list[str], *, shared_imports: bool) -> dict[str, float]:
+    """Medians of `num_restarts` saves and restarts on other hosts. Seconds."""
+    times = [measure_restart(settings_arguments(settings), _SPACING, "b0,b1,b2,b3", "b0,b3,b2,b1", folder / f"{i}",
+                             num_processes=8, shared_imports=shared_imports) for i in range(num_restarts)]
+    rows = [{**dataclasses.asdict(t), "total_s": t.total_s} for t in times]
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 def settings_arguments(settings: list[str]) -> list[str]:
@@ -114,12 +108,14 @@ def _table(figures: dict[str, Any], num_moves: int, num_restarts: int) -> str:
              f"  first iteration after the switch       {ms['first_iteration_s']:8.0f} ms   "
              f"{figures['first_iteration_over_median']:.2f} x the median; after the first move, to processes that had "
              f"not trained before, {figures['cold_first_iteration_over_median']:.2f} x"]
-    if num_restarts:
-        lines += [f"{num_restarts} saves and restarts of the same job; medians",
-                  f"  stop of the last iteration to end of the first  {ms['restart_s']:8.0f} ms   "
-                  f"{figures['restart_over_downtime']:.0f} x the downtime",
-                  f"  of it: save {ms['restart_save_s']:.0f} ms, end and launch {ms['restart_launch_s']:.0f} ms, "
-                  f"start-up and load {ms['restart_start_up_s']:.0f} ms"]
+    for name, title in (("restart", "every process imports for itself"), ("restart_shared_imports", "shared imports")):
+        if name in figures:
+            parts = {k.removesuffix("_s"): v for k, v in figures[name].items() if k.endswith("_s")}
+            total_s = parts.pop("total")
+            lines += [f"{num_restarts} saves and restarts of the same job, {title}; medians",
+                      f"  stop of the last iteration to end of the first  {total_s:8.2f} s   "
+                      f"{figures[f'{name}_over_downtime']:.0f} x the downtime",
+                      "  of it: " + ", ".join(f"{part} {s:.2f}" for part, s in parts.items()) + " s"]
     return "\n".join(lines)
 
 

@@ -93,6 +93,7 @@ class _Course:
         own.barrier(f"{name} connected")
         del server
         job.broadcast_parameters()
+        job.tie_embeddings()
         self._train(job, WARM_UP, None, "after_join")
         for i in range(self._num_rounds):
             self._round(job, i)

@@ -13,8 +13,10 @@ A move: plan.py (who goes where), schedule.py (when), protocol.py (phases, event
 tally of reports), controller.py (decides), actions.py (carries out), watch.py (heartbeats, deadlines), member.py and
 part.py (a process's part), preparation.py and switchover.py (what it does in these phases), acceptance.py (is a joiner
 fit for its slot), handles.py, groups.py, communicators/ and stores.py (process groups that outlive their communicator),
-costs.py (what those take), state.py (everything that moves), digest.py (whether it came over whole), checkpoint.py
-(save and restart, to compare with), faults.py.
+costs.py (what those take), state.py (everything that moves), digest.py (whether it came over whole), faults.py.
+
+Without a move: checkpoint.py (the whole state through Megatron's distributed checkpoint), checkpoint_files.py (which
+one counts, and where a run starts), stopping.py (how a running job is asked to save and end).
 
 The state's way: arms.py (how much is done beside training, and where membership changes), wire.py (words between leaver
 and joiner), transfer.py (bytes), stream.py, leader.py and follow.py (beside training), gradients.py (what is left at the
@@ -27,5 +29,5 @@ forkserver.py and zygote.py (one machine, one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
 communicators. Nothing here imports harness. protocol, move, schedule, plan, topology, config, profiles,
-sizes, options and errors import the standard library and numpy only.
+sizes, options, checkpoint_files and errors import the standard library and numpy only.
 """

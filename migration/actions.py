@@ -52,6 +52,7 @@ class Actions:
         self._move: MoveRecord | None = None
         self._positions: dict[int, int] = {}
         self._may_be_closed = False  # old communicators of the move under way: members were told to make room
+        self._finished: set[int] = set()
         self._unconnected: set[str] = set()  # prepared groups of the move under way that can be connected ahead
         self._connect_s = 0.0  # what connecting a group took before, at the slowest member
         self._times_s: deque[float] = deque(maxlen=5)  # of the last iterations
@@ -73,6 +74,10 @@ class Actions:
 
     def _say(self, text: str) -> None:
         self._record.say(text)
+
+    def _refuse(self, pending: Pending, reason: str) -> None:
+        self._say(f"move {pending.text} refused: {reason}")
+        self._record.refuse(pending.text, pending.id, reason, self._tally.generation, self.term)
 
     # ---- carrying out
 
@@ -127,8 +132,9 @@ class Actions:
         furthest = max(self._positions.get(r, 0) for r in self._tally.roster.holders)
         per_boundary = connects_per_boundary(len(self._unconnected), connect_s=self._connect_s,
                                              iteration_s=median(self._times_s or (0.0,)))
-        if self._current.hold is not None and before is None:
-            position = arm.last_position(self._current.hold)
+        hold = self._current.hold
+        if hold is not None and before is None and arm.last_position(hold) >= furthest:
+            position = arm.last_position(hold)
         else:
             position = min(max(furthest + 2 - (-len(self._unconnected) // per_boundary), self._current.earliest), last)
             hold = self._schedule.next_hold(furthest)
@@ -212,19 +218,20 @@ class Actions:
 
     # ---- the end
 
-    def _end_job(self, error: str) -> None:
+    def _end_job(self, error: str, code: int = 1) -> None:
         """One message, a verdict, and the end of every process."""
         if self._ended:
             return
         sys.stderr.write(f"harness: {error}\n")
         sys.stderr.flush()
-        self._end("failed", error)
+        self._end("failed", error, code=code)
 
-    def _end(self, status: str, error: str | None) -> None:
+    def _end(self, status: str, error: str | None, *, code: int = 0, requeue: bool = False) -> None:
+        """`code`: the run's exit code; `requeue`: it is to be started again, and will go on from its checkpoint."""
         self._ended = True
         self._server.close()
-        self._record.end(status, error, self._tally, self.term)
-        if error is None:
+        self._record.end(status, error, self._tally, self.term, code=code, requeue=requeue)
+        if error is None and self.options.report:
             self.timeline.close()  # HDF5 doesn't let a process read the file that it writes
             try:
                 self._on_end(self.options.run)
@@ -232,4 +239,4 @@ class Actions:
                 self._say(f"no report: {problem}")
         # plain mpirun calls it a failure if a process ends without MPI_Finalize, which needs every process
         finalize = error is None and not self._tally.roster.lost
-        self._broadcast("END", code=int(error is not None), finalize=finalize)
+        self._broadcast("END", code=code, finalize=finalize)

@@ -28,6 +28,7 @@ commands beside a run (each has --help):
   python harness.py status  --run RUN                 iteration, phase, who is where
   python harness.py cancel  --run RUN                 cancel the move under way, or the next queued one
   python harness.py kill    --run RUN                 end every process of a run on all hosts, also of one that hangs
+  python harness.py stop    --run RUN [--requeue]     checkpoint at the next boundary, and end
   python harness.py plan    --profile P --hosts b0,b1,b2,b3 --np 8 --vacate b1       what a move would do, without a job
   python harness.py check   --profile P --hosts b0,b1,b2,b3 --np 8      can these processes run it? (or under mpirun)
   python harness.py sync    --to DIR                  this code, as committed, to every node
@@ -77,12 +78,10 @@ def _add_place(parser: Parser) -> None:
     where.add_argument("--hosts", default="", metavar="H,H,...", help="treat equal runs of processes as these hosts; "
                        "the first ones train, the rest are spares (default: the real hosts)")
     where.add_argument("--run", default="", help="folder of the run's files (default: runs/<time>-<profile>)")
+    where.add_argument("--no-report", action="store_true", help="print no table of the moves at the end")
     where.add_argument("--no-shared-imports", action="store_true", help="with --np: let every process do its own "
                        "imports instead of forking them from one")
-    where.add_argument("--save-at", type=int, metavar="ITERATION", help="stop before this iteration and save every "
-                       "slot's state in RUN/checkpoint")
-    where.add_argument("--load", default="", metavar="RUN/checkpoint", help="go on from such a checkpoint, on whatever "
-                       "hosts, bit for bit")
+    _add_checkpoints(parser.add_argument_group("checkpoints"))
 
 
 def _add_moves(parser: Parser) -> None:
@@ -153,11 +152,34 @@ def _add_experiments(parser: Parser) -> None:
                        "too, and its state is compared with the joiner's; a difference ends the run")
     tests.add_argument("--slow-joiner", type=float, default=0.0, metavar="S", help="a joiner's preparation takes at "
                        "least S seconds")
+    tests.add_argument("--slow-checkpoint", type=float, default=0.0, metavar="S", help="a checkpoint takes S seconds "
+                       "more before it is finished")
 
 
 def _default_limits() -> str:
     return "; ".join(f"matmul={limits.matmul:g},memory={limits.memory:g},bandwidth={limits.bandwidth:g} on a {device}"
                      for device, limits in DEFAULTS.items())
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--checkpoints", default="", metavar="DIR", help="save Megatron's distributed checkpoints "
+                       "there, at the end and as --checkpoint-every says, and start from the newest one that is whole")
+    group.add_argument("--checkpoint-every", type=int, default=0, metavar="N", help="save before every N-th iteration "
+                       "(without --checkpoints: in RUN/checkpoints)")
+    group.add_argument("--keep-checkpoints", type=int, default=2, metavar="K", help="keep the last K (default: "
+                       "%(default)s)")
+    group.add_argument("--save-at", type=int, metavar="ITERATION", help="stop before this iteration with a checkpoint")
+    group.add_argument("--load", default="", metavar="DIR", help="start from this checkpoint, or the newest one in "
+                       "this folder of them, on whatever hosts, bit for bit")
+    group.add_argument("--checkpoint-digests", action="store_true", help="save the digests of all state too; a load "
+                       "then compares what came back, bit for bit")
+
+
+def _check_checkpoints(args: argparse.Namespace, iterations: int) -> None:
+    if args.save_at is not None and not 0 < args.save_at < iterations:
+        raise UserError(f"--save-at {args.save_at}: must be an iteration between 1 and {iterations - 1}")
+    if args.checkpoint_every < 0:
+        raise UserError(f"--checkpoint-every {args.checkpoint_every}: must be at least 0 iterations")
+    if args.keep_checkpoints < 1:
+        raise UserError(f"--keep-checkpoints {args.keep_checkpoints}: must be at least 1")
 
 
 def parse_run(argv: list[str]) -> tuple[Config, Options]:
@@ -179,10 +201,7 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         if kind not in (*STATE_KINDS, AT_THE_CUT):
             raise UserError(f"--omit-state {kind}: there is no such kind of state; kinds are "
                             f"{', '.join((*STATE_KINDS, AT_THE_CUT))}")
-    if args.save_at is not None and not 0 < args.save_at < config.iterations:
-        raise UserError(f"--save-at {args.save_at}: must be an iteration between 1 and {config.iterations - 1}")
-    if args.load and not os.path.isdir(args.load):
-        raise UserError(f"--load {args.load}: there is no such folder")
+    _check_checkpoints(args, config.iterations)
     for name in ("prepare_deadline", "switch_deadline", "heartbeat_timeout", "orphan_timeout"):
         if not 0 < getattr(args, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0 s, and finite")
@@ -196,16 +215,20 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
                         "later must rebuild them; add --allow-lazy if that will do")
     if args.lead < 0:
         raise UserError(f"--lead {args.lead}: must be at least 0 iterations")
-    run = args.run or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.profile}"
+    run = os.path.abspath(args.run or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.profile}")
+    saves = args.checkpoint_every or args.save_at
+    checkpoints = args.checkpoints or (os.path.join(run, "checkpoints") if saves else "")
     return config, Options(
-        run=os.path.abspath(run), hosts=tuple(args.hosts.split(",")) if args.hosts else (), vacate=tuple(args.vacate),
+        run=run, hosts=tuple(args.hosts.split(",")) if args.hosts else (), vacate=tuple(args.vacate),
         hold=args.hold, lead=args.lead, arms=get_arms(args.arm), transfer_limit_bytes_s=args.transfer_limit * 1e6,
         leaver_steps=args.leaver_steps, prepare_deadline_s=args.prepare_deadline,
         switch_deadline_s=args.switch_deadline, heartbeat_timeout_s=args.heartbeat_timeout,
         orphan_timeout_s=args.orphan_timeout, require_bitwise=args.require_bitwise, faults=tuple(args.fault),
-        accept=args.accept, save_at=args.save_at, switch=args.nccl_switch, connect=args.connect, allow_lazy=args.allow_lazy,
-        pins=args.nccl_pin,
+        checkpoints=os.path.abspath(checkpoints) if checkpoints else "", checkpoint_every=args.checkpoint_every,
+        keep_checkpoints=args.keep_checkpoints, checkpoint_digests=args.checkpoint_digests, save_at=args.save_at,
+        report=not args.no_report, accept=args.accept, switch=args.nccl_switch, connect=args.connect,
+        allow_lazy=args.allow_lazy, pins=args.nccl_pin,
         load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state),
-        slow_joiner_s=args.slow_joiner,
+        slow_joiner_s=args.slow_joiner, slow_checkpoint_s=args.slow_checkpoint,
         warm_up=args.warm_up, record_limit_mib=args.record_limit,
         joiner_traffic=args.joiner_traffic == "real", standby=args.standby)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from migration.checkpoint_files import Start, find_start
 from migration.communicators.nccl_policy import describe_pins
 from migration.config import Config
 from migration.data import Samples, open_source
@@ -30,23 +31,29 @@ class Started:
     samples: Samples
     roster: Roster
     address: str
+    start: Start
 
 
 def bring_up(world: World, config: Config, options: Options) -> Started:
     """Start MPI and compare what everybody brings. Collective over the world.
 
     Raises UserError, on every rank, for a world that doesn't fit the profile, hosts that don't divide it, data that
-    can't be read, a run folder in use, or a host with other code, other versions or other data.
+    can't be read, a checkpoint that can't be gone on from, a run folder in use, or a host with other code, other
+    versions or other data.
     """
     found: list[Samples] = []
     claimed: list[Path] = []
 
     def hello(rank: int, size: int) -> dict[str, Any]:
         found.append(Samples(open_source(config.data, config.vocab_size), config.seq_length, config.seed))
+        start = Start()
         if rank == 0:
+            start = find_start(options.load, options.checkpoints, config, data=found[0].source.digest,
+                               versions=collect_versions())
             _claim_run_folder(config, options)
             claimed.append(Path(options.run))
-        return {"host": own_host(rank, size, list(options.hosts)), "machine": socket.gethostname(),
+        return {"start": asdict(start), "checkpoints": options.checkpoints,
+                "host": own_host(rank, size, list(options.hosts)), "machine": socket.gethostname(),
                 "address": own_address(), "run": options.run, "data": found[0].source.digest,
                 "versions": {**collect_versions(), "NCCL variables": describe_pins(os.environ)},
                 "root": str(code_root())}
@@ -61,8 +68,10 @@ def bring_up(world: World, config: Config, options: Options) -> Started:
             (path / "log").rmdir()  # nothing is in it: the folder may be named again
         raise
     one_machine = len({h["address"] for h in world.hellos}) == 1
-    return Started(options=dataclasses.replace(options, run=world.hellos[0]["run"]), samples=found[0], roster=roster,
-                   address="127.0.0.1" if one_machine else world.hellos[0]["address"])
+    first = world.hellos[0]
+    return Started(options=dataclasses.replace(options, run=first["run"], checkpoints=first["checkpoints"]),
+                   samples=found[0], roster=roster, start=Start(**first["start"]),
+                   address="127.0.0.1" if one_machine else first["address"])
 
 
 def _claim_run_folder(config: Config, options: Options) -> None:

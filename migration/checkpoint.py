@@ -1,70 +1,127 @@
-"""A plain save and restart of the whole job: what one does without a move, and what moves are compared with.
+"""The state of the whole job to Megatron's distributed checkpoint and back, bit for bit.
 
-Each slot writes its state (state.py) to one file, RUN/checkpoint/slot0003.pt; another run with the same grid reads it
-with --load, on whatever hosts. Bit for bit the job that was saved goes on. Knows nothing of moves.
+Model and optimizer go the way that Megatron-Core's users know (`dist_checkpointing` with sharded state dicts, format
+torch_dist). It doesn't hold everything that state.py lists: random generators and Megatron's RNG streams, data
+position, scheduler, step counts, values of the parameter groups, overlap bookkeeping, cached answers, history. These
+values go along as one sharded object per slot. Where the files lie and when they count is checkpoint_files.py's.
+
+Knows nothing of moves: whoever holds the slots at the boundary saves them, through the same process groups.
 """
 from __future__ import annotations
 
 import json
-import os
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
-from migration import state
-from migration.config import Config
+from migration import checkpoint_files, internals, state
 from migration.errors import StateMismatch, UserError
 
 if TYPE_CHECKING:
     from migration.job import Job
+    from migration.options import Options
 
-# a resumed run may differ in these; every other field must be what it was
-FREE_FIELDS = frozenset({"profile", "iterations", "data"})
-
-
-def _path(folder: str, slot: int) -> Path:
-    return Path(folder) / f"slot{slot:04d}.pt"
+_SLOT_KEY = "migrator.slot"
 
 
-def save(job: Job, folder: str) -> int:
-    """Write the slot's state, under another name first so that a reader never meets half a file. Returns bytes."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    own = state.capture(job)
-    path = _path(folder, job.slot)
-    unfinished = path.with_suffix(".unfinished")
-    torch.save({"config": _comparable(job.config), "iteration": job.iteration, "manifest": own.manifest(),
-                "tensors": own.tensors, "values": json.dumps(own.values)}, unfinished)
-    os.replace(unfinished, path)
-    return path.stat().st_size
+def check(job: Job) -> None:
+    """Raises UserError for a job that Megatron's distributed checkpoint can't hold."""
+    if internals.has_empty_bucket(job.optimizer):
+        raise UserError(f"--checkpoints: slot {job.slot} has no share of one of the distributed optimizer's buckets, "
+                        f"which Megatron can't save; set a larger bucket_size than {job.config.bucket_size}, or 0")
 
 
-def load(job: Job, folder: str) -> None:
-    """Copy a saved slot's state into `job`, in place.
+def save(job: Job, options: Options, versions: dict[str, str]) -> tuple[Path, int]:
+    """Save the job before the iteration that it is at. Returns the folder and the bytes in it, on slot 0; else 0.
 
-    Raises UserError if there is no such checkpoint or it is of another job, StateMismatch if it has other tensors.
+    Collective over the job. Nothing of the state changes but parameters whose gathering was still to come. Raises
+    UserError if the files can't be written.
     """
-    path = _path(folder, job.slot)
+    path = checkpoint_files.unfinished_path(options.checkpoints, job.iteration)
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"--load {folder}: there is no {path.name} in it") from None
-    except Exception as error:  # torch raises many kinds for a file that isn't whole
-        raise UserError(f"--load {path}: can't be read: {type(error).__name__}: {error}".splitlines()[0]) from error
-    different = {k for k, v in _comparable(job.config).items() if saved["config"].get(k) != v}
-    if different:
-        raise UserError(f"--load {folder}: saved by a job with other {', '.join(sorted(different))}")
+        if job.slot == 0:
+            checkpoint_files.begin(options.checkpoints, job.iteration)
+        dist.barrier()
+        _write(job, path, with_digests=options.checkpoint_digests)
+        if options.slow_checkpoint_s:
+            time.sleep(options.slow_checkpoint_s)
+        num_bytes = 0
+        if job.slot == 0:
+            path = checkpoint_files.finish(path, iteration=job.iteration, config=job.config, versions=versions,
+                                           data=job.cursor.samples.source.digest, keep=options.keep_checkpoints)
+            num_bytes = sum(checkpoint_files.read_manifest(path).files.values())
+        dist.barrier()  # nobody goes on, or ends, before it counts
+        return path, num_bytes
+    except (OSError, CheckpointException) as error:
+        if isinstance(reason := _reason(error), OSError):
+            raise UserError(f"--checkpoints {path}: can't be written: {reason}") from error
+        raise
+
+
+def _write(job: Job, path: Path, *, with_digests: bool) -> None:
+    from megatron.core import dist_checkpointing
+    job.finish()
     own = state.capture(job)
-    if saved["manifest"] != own.manifest():
-        raise StateMismatch(f"{path}: saved tensors differ in name, dtype or shape")
-    with torch.no_grad():
-        for kind, named in own.tensors.items():
-            for name, tensor in named.items():
-                tensor.copy_(saved["tensors"][kind][name])
-    state.apply_values(job, json.loads(saved["values"]))
+    values = {"iteration": job.iteration, "values": own.values, "digests": state.digests(own) if with_digests else {}}
+    dist_checkpointing.save(_sharded(job, values, is_loading=False), str(path),
+                            sharded_strategy=internals.build_save_strategy())
+
+
+@torch.no_grad()  # the distributed optimizer's fp32 shards are views of parameters, and Megatron copies into them
+def load(job: Job, folder: str) -> None:
+    """Fill `job` with what was saved; it is then before the saved iteration. Collective over the job.
+
+    Raises UserError if the files can't be read, StateMismatch if what came back has other bits than were saved.
+    """
+    from megatron.core import dist_checkpointing
+    keys = internals.param_group_keys(job.optimizer)
+    for _, chunk in _chunks(job):
+        for buffer in internals.param_buffers(chunk):
+            buffer.zero_()  # as Megatron makes it: what pads it isn't in the checkpoint, nor changed by training
+    try:
+        loaded = dist_checkpointing.load(_sharded(job, None, is_loading=True), folder)
+    except (Exception, CheckpointException) as error:  # they raise many kinds for files that aren't what they were
+        reason = _reason(error)
+        raise UserError(f"{folder}: can't be read: {type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
+                        ) from error
+    for name, chunk in _chunks(job):
+        chunk.module.load_state_dict(loaded[name])
+    internals.add_lost_steps(loaded["optimizer"])
+    job.optimizer.load_state_dict(loaded["optimizer"])
+    internals.undo_load_side_effects(job.optimizer, keys)
+    saved = json.loads(loaded[_SLOT_KEY])
+    state.apply_values(job, saved["values"])
     job.iteration = saved["iteration"]
+    if saved["digests"] and (wrong := _differing(saved["digests"], state.digests(state.capture(job)))):
+        raise StateMismatch(f"slot {job.slot}: {folder} didn't come back bit for bit: {', '.join(wrong)}")
 
 
-def _comparable(config: Config) -> dict[str, object]:
-    from dataclasses import asdict
-    return {k: v for k, v in asdict(config).items() if k not in FREE_FIELDS}
+def _differing(saved: dict[str, str], found: dict[str, str]) -> list[str]:
+    return sorted(kind for kind in saved.keys() | found.keys() if saved.get(kind) != found.get(kind))
+
+
+def _sharded(job: Job, values: dict[str, Any] | None, *, is_loading: bool) -> dict[str, Any]:
+    """What goes over, by name: Megatron's sharded state dicts, and this slot's values as text."""
+    from megatron.core.dist_checkpointing import ShardedObject
+    metadata = internals.checkpoint_metadata()
+    sharded: dict[str, Any] = {name: chunk.module.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(job)}
+    model = {"model": sharded["model0"]} if len(sharded) == 1 else dict(sharded)
+    sharded["optimizer"] = job.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    text = None if values is None else json.dumps(values)
+    internals.clip_padding(sharded["optimizer"])
+    sharded[_SLOT_KEY] = ShardedObject(_SLOT_KEY, text, (job.config.job_size,), (job.slot,))
+    return sharded
+
+
+def _chunks(job: Job) -> list[tuple[str, Any]]:
+    return [(f"model{i}", chunk) for i, chunk in enumerate(job.chunks)]
+
+
+def _reason(error: BaseException) -> BaseException:
+    """What went wrong, where torch reports the failures of all ranks: that of the first one."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return failures[min(failures)][0] if failures else error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from migration.arguments import DEFAULT_PROFILE, Parser, build_parser, parse_run
+from migration.checkpoint_files import find_start
 from migration.config import apply_settings
 from migration.errors import UserError
 from migration.plan import check_moves, initial_roster, parse_vacate, spread_hosts
@@ -33,6 +34,7 @@ def launch_run(argv: list[str]) -> int:
     from migration.launch import launch
     args = build_parser().parse_args(argv)
     config, options = parse_run(argv)
+    find_start(options.load, options.checkpoints, config)  # what is wrong is said before anything is started
     if args.np is None:
         raise UserError(f"profile {config.profile} needs {config.job_size} processes and spares: start it with --np N, "
                         f"or under mpirun, such as python harness.py --np {config.job_size + 2} ...")
@@ -119,6 +121,28 @@ def _cancel(argv: list[str]) -> int:
     return 0
 
 
+def _stop(argv: list[str]) -> int:
+    parser = Parser(prog="harness.py stop", description="Ask a running job to save a checkpoint at the next iteration "
+                    "that all agree on, and to end. Started again with the same --checkpoints it goes on from there.")
+    _add_run(parser)
+    parser.add_argument("--requeue", action="store_true", help="say in result.json, and by exit code 75 of the run, "
+                        "that it is to be started again")
+    parser.add_argument("--wait", action="store_true", help="wait until the run has ended")
+    args = parser.parse_args(argv)
+    reply = send_request(args.run, {"do": "stop", "requeue": args.requeue})
+    print(f"request accepted: the job saves a checkpoint in {reply['checkpoints']} and ends (it is in phase "
+          f"{reply['phase']})", flush=True)
+    result = Path(args.run) / "result.json"
+    while args.wait and not result.exists():
+        try:
+            send_request(args.run, {"do": "status"})
+        except UserError:  # it no longer answers: it has ended, or is lost
+            if not result.exists():
+                raise
+        time.sleep(0.2)
+    return 0
+
+
 def _plan(argv: list[str]) -> int:
     parser = Parser(prog="harness.py plan", description="Say, without a job, who would move where, which groups would "
                     "be rebuilt and kept, and how many bytes would go over.")
@@ -163,8 +187,8 @@ def _add_run(parser: Parser) -> None:
     parser.add_argument("--run", required=True, help="folder of the running job, as it was printed at its start")
 
 
-COMMANDS = {"request": _request, "status": _status, "cancel": _cancel, "kill": _kill, "plan": _plan, "demo": _demo,
-            "check": _check, "sync": _sync}
+COMMANDS = {"request": _request, "status": _status, "cancel": _cancel, "stop": _stop, "kill": _kill, "plan": _plan,
+            "check": _check, "sync": _sync, "demo": _demo}
 
 
 def run(argv: list[str]) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from migration.acceptance import Acceptance, Figures
-from migration.actions import Actions
 from migration.config import Config
 from migration.errors import UserError
 from migration.move import MoveTally, Report
@@ -19,6 +18,7 @@ from migration.plan import Roster, parse_vacate, plan_move
 from migration.protocol import Action, Event, Phase
 from migration.record import MoveRecord
 from migration.schedule import Pending
+from migration.stopping import Stop, Stopping
 from migration.timeline import Timeline
 from migration.world import Record, World
 
@@ -26,7 +26,7 @@ from migration.world import Record, World
 _LOOK_AROUND_S = 1.8  # more than three heartbeats
 
 
-class Controller(Actions):
+class Controller(Stopping):
     """Decides; there is one at a time, and each of its records carries its term."""
 
     def __init__(self, *, world: World, config: Config, options: Options, roster: Roster, timeline: Timeline,
@@ -36,9 +36,8 @@ class Controller(Actions):
         self._ready: set[int] = set()
         self._is_starting = term > 0  # the first generation is being built, or has been
         self._started: set[int] = set()
-        self._finished: set[int] = set()
-        self._fatal: tuple[float, str] | None = None  # when to end the job, and why
         self._asked_to_end = ""
+        self._fatal: tuple[float, str, int] | None = None  # when to end the job, why, and its exit code
 
     # ---- records in
 
@@ -63,8 +62,12 @@ class Controller(Actions):
 
     def _on_started(self, record: Record) -> None:
         self._started.add(record["from"])
+        self._positions[record["from"]] = record["iteration"]
         if len(self._started) == self.config.job_size:
             self._broadcast("BEGUN")
+
+    def _on_checkpoint(self, record: Record) -> None:
+        self._record.checkpoint(record)
 
     def _on_progress(self, record: Record) -> None:
         self._positions[record["from"]] = record["iteration"]
@@ -87,7 +90,7 @@ class Controller(Actions):
     def _on_fatal(self, record: Record) -> None:
         """A process can't go on. Often because another one is gone: a moment later its silence tells which."""
         if self._fatal is None:
-            self._fatal = (time.monotonic() + _LOOK_AROUND_S, record["message"])
+            self._fatal = (time.monotonic() + _LOOK_AROUND_S, record["message"], record["code"])
 
     def _end_fatally(self, now_s: float) -> None:
         assert self._fatal is not None
@@ -95,7 +98,7 @@ class Controller(Actions):
         silent = [f"world rank {r} on {roster.hosts[r]}" for r, _ in self._watch.silent_for(now_s, _LOOK_AROUND_S)
                   if r not in roster.lost]
         first = f"{' and '.join(silent)} died or can't be reached; first seen by " if silent else ""
-        self._end_job(first + self._fatal[1])
+        self._end_job(first + self._fatal[1], self._fatal[2])
 
     def _on_fault(self, record: Record) -> None:
         self._record.fault(record)
@@ -185,13 +188,16 @@ class Controller(Actions):
     def _finish_run(self) -> None:
         for pending in self._schedule.waiting:
             self._refuse(pending, "training ended before it was due")
-        self._end("completed", None)
+        self._end_run()
 
     # ---- requests
 
     def _begin_due(self) -> None:
         """Begin the next move, if there is one and the job is ready for it."""
         if self._tally.phase is Phase.TRAINING and len(self._started) == self.config.job_size and not self._finished:
+            if self._stop is not None:
+                self._propose_stop()
+                return
             pending = self._schedule.pop_due(max(self._positions.values(), default=0))
             if pending is not None:
                 self._begin(pending)
@@ -210,13 +216,11 @@ class Controller(Actions):
                                 requested_s=self.timeline.clock())
         self._act(self._tally.request(plan))
 
-    def _refuse(self, pending: Pending, reason: str) -> None:
-        self._say(f"move {pending.text} refused: {reason}")
-        self._record.refuse(pending.text, pending.id, reason, self._tally.generation, self.term)
-
     def _request(self, text: str, origin: str) -> int:
         """Take a request; returns its number. Raises UserError if it can't be done as things stand."""
         request = parse_vacate(text, need_iteration=False)
+        if self._stop is not None:
+            raise UserError(f"vacate {text}: the run is about to stop")
         last = self.options.last_iteration(self.config.iterations) - 1
         if request.iteration is not None and request.iteration > last:
             raise UserError(f"vacate {text}: the last iteration of the run is {last}")
@@ -236,6 +240,8 @@ class Controller(Actions):
             if request["do"] == "end":
                 self._asked_to_end = request.get("why", "asked to end")  # not yet: the answer goes out first
                 return {"iteration": max(self._positions.values(), default=0)}
+            if request["do"] == "stop":
+                return self._request_stop(request["requeue"])
             return self._cancel() if request["do"] == "cancel" else self.status()
         except UserError as error:
             return {"error": str(error)}
@@ -273,7 +279,8 @@ class Controller(Actions):
             "kind": "INHERIT", "term": self.term + 1, "roster": self._tally.roster.to_json(),
             "generation": self._tally.generation, "num_moves": self._tally.number + 1,
             "record": self._record.to_json(), "schedule": self._schedule.to_json(),
-            "positions": list(self._positions.items()), "finished": sorted(self._finished)})
+            "positions": list(self._positions.items()), "finished": sorted(self._finished),
+            "stop": None if self._stop is None else self._stop.requeue})
 
     def inherit(self, record: Record) -> None:
         """Go on where the last controller resigned, and tell everybody."""
@@ -283,6 +290,7 @@ class Controller(Actions):
         self._schedule.load_json(record["schedule"])
         self._positions = {int(rank): position for rank, position in record["positions"]}
         self._finished = set(record["finished"])
+        self._stop = None if record["stop"] is None else Stop(requeue=record["stop"])
         self._started = set(self._tally.roster.holders)
         self.timeline.add_event("controller", f"world rank {self.world.rank} is the controller, term {self.term}")
         self._broadcast("CONTROLLER", controller=self.world.rank)

@@ -2,7 +2,8 @@
 
 Everything else in the project uses what Megatron documents. Touched here: bucket groups of the data-parallel wrapper
 and their bookkeeping, the optimizers inside a chained optimizer, the state dict of torch's Adam inside them, cached
-answers of one-off collectives, and Megatron's globals when a process leaves its slot.
+answers of one-off collectives, the way of a distributed checkpoint to its files, and Megatron's globals when a process
+leaves its slot.
 """
 from __future__ import annotations
 
@@ -111,6 +112,79 @@ def set_norm_group_cache(optimizer: Any, value: list[dict[str, bool] | None]) ->
     for owner, cache in zip([optimizer] + inner_optimizers(optimizer), value, strict=True):
         if cache is not None or hasattr(owner, NORM_GROUP_CACHE):
             setattr(owner, NORM_GROUP_CACHE, None if cache is None else dict(cache))
+
+
+def param_group_keys(optimizer: Any) -> list[list[set[str]]]:
+    """The keys of every parameter group, by inner optimizer."""
+    return [[set(group) for group in inner.optimizer.param_groups] for inner in inner_optimizers(optimizer)]
+
+
+def add_lost_steps(loaded: dict[str, Any]) -> None:
+    """In an optimizer's loaded state: the plain optimizers save no step count that is 0, and Adam can't do without."""
+    state = loaded.get("optimizer", loaded).get("state")
+    if state is not None:
+        state.setdefault("common_step", torch.zeros((), dtype=torch.float32))
+
+
+def undo_load_side_effects(optimizer: Any, keys: list[list[set[str]]]) -> None:
+    """After the optimizer's `load_state_dict`: Adam's state in the form that its own steps keep it in.
+
+    The distributed optimizer gives all its parameters one and the same step tensor, which every step would count up
+    once per parameter, and leaves the count among the group's values. The counts themselves are set afterwards
+    (state.py). `keys`: those of the groups before (`param_group_keys`).
+    """
+    for inner, groups in zip(inner_optimizers(optimizer), keys, strict=True):
+        for group, known in zip(inner.optimizer.param_groups, groups, strict=True):
+            for key in set(group) - known:
+                del group[key]
+            for parameter in group["params"]:
+                inner.optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32)
+
+
+def checkpoint_metadata() -> dict[str, Any]:
+    """How the distributed optimizer's shards are laid out in a checkpoint: as they are in its buffers, nothing sent."""
+    return {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def clip_padding(sharded: Any) -> None:
+    """In the optimizer's sharded state: let no padding reach beyond the end of its bucket.
+
+    Megatron lets it where the bucket's last parameter doesn't end at a multiple of 64 elements, and torch then refuses
+    to save. What is cut is no parameter's.
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    for tensor in nested_values(sharded):
+        if isinstance(tensor, ShardedTensor) and len(tensor.global_shape) == 1:
+            inside = tensor.global_shape[0] - tensor.global_offset[0]
+            if tensor.local_shape[0] > inside:
+                tensor.data, tensor.local_shape = tensor.data[:inside], (inside,)
+
+
+def has_empty_bucket(optimizer: Any) -> bool:
+    """Whether this slot's share of some bucket of the distributed optimizer holds no parameter at all."""
+    return any(not bucket["param_map"] for inner in inner_optimizers(optimizer) for ranges in
+               getattr(inner, "gbuf_ranges", []) for buckets in ranges.values() for bucket in buckets)
+
+
+def build_save_strategy() -> Any:
+    """Megatron's torch_dist format, written by this very process.
+
+    Stock Megatron starts a manager process per save, a fresh Python that imports the main program anew, and forks its
+    writers (0.16; threads in 0.19): seconds a save, and processes beside MPI that nobody would end with the run.
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+    from torch.distributed import checkpoint
+
+    class InProcessStrategy(torch_dist.TorchDistSaveShardedStrategy):
+        def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+            flat, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+            checkpoint.save(torch_dist.mcore_to_pyt_state_dict(flat, False),
+                            storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
+                            planner=torch_dist.MCoreSavePlanner(flatten_state_dict=False,
+                                                                dedup_replicated_tensors=False))
+
+    return InProcessStrategy("torch_dist", 1)
 
 
 def forget_globals() -> None:

@@ -86,6 +86,15 @@ class Job:
         for chunk in self.chunks:
             chunk.broadcast_params()
 
+    def tie_embeddings(self) -> None:
+        """Same weights in both copies of a tied embedding, on the first and the last stage, before the first iteration.
+
+        What Megatron does when it builds, which here happens in a sandbox. Collective over each embedding group.
+        """
+        from migration import model
+        if model.tie_embeddings(self.config, self.chunks):
+            self.optimizer.reload_model_params()
+
     def run_iteration(self) -> IterationResult:
         """One optimizer step on the next global batch. Collective over the job."""
         self.compute_gradients()

@@ -45,9 +45,9 @@ def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_impo
     """Runs `program` with `argv` in `num_processes` processes; returns the exit code of the run.
 
     argv already contains `--run run_dir` and no `--np`. 0: the run says it completed, 1: it failed or left no result,
-    2: its processes refused to start and have said why, 128+N: the launcher was ended by signal N. share_imports:
-    processes are copies of one that ran `preload`, and call `entry` (see forkserver.py); a server named by
-    LM_FORKSERVER is used, else one is made for this run.
+    another number: what the run's result says (2: a user's error, 75: to be started again),
+    128+N: the launcher was ended by signal N. share_imports: processes are copies of one that ran `preload`, and call
+    `entry` (see forkserver.py); a server named by LM_FORKSERVER is used, else one is made for this run.
     To be called in the main thread. Raises UserError if there is no usable mpiexec or run_dir holds a result already.
     """
     result = run_dir / "result.json"
@@ -149,9 +149,10 @@ def _end_if_overdue(job: subprocess.Popen, told_to_end: bool, has_result: bool, 
 
 def _verdict(result: Path) -> int:
     try:
-        status = json.loads(result.read_text())["status"]
+        found = json.loads(result.read_text())
+        status = found["status"]
     except (OSError, ValueError, KeyError) as error:
         print(f"launcher: the run ended without a result ({result}: {error}); what its processes said is above, "
               f"their logs are in {result.parent / 'log'}", file=sys.stderr, flush=True)
         return 1
-    return 0 if status == "completed" else 1
+    return found.get("exit_code", 0 if status == "completed" else 1)

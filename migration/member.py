@@ -58,6 +58,7 @@ class Member:
         self._stop, self._begun = -1, False  # the stop (arms.py) that training has come to, and whether it is past it
         self._stopped_s = 0.0  # when it came there
         self._holds: set[int] = set()
+        self._end: tuple[int, bool] | None = None  # before which iteration training ends, and whether all have agreed
         self._last_heard_s = time.monotonic()
         self._vacate_own_host = False
         self._ending: tuple[float, int] | None = None
@@ -233,6 +234,16 @@ class Member:
     def _on_release(self, record: Record) -> None:
         self._holds.discard(record["release"])
 
+    def _on_end_before(self, record: Record) -> None:
+        """A proposal, or with `agreed` the verdict. Who has accepted waits at that iteration for what comes next."""
+        iteration = record["iteration"]
+        accepted = (self._stop, self._begun) <= (boundary(iteration), False)
+        assert accepted or not record["agreed"], f"at stop {self._stop}, past the agreed end before {iteration}"
+        if accepted:
+            self._end = (iteration, record["agreed"])
+        if not record["agreed"]:
+            self.tell("END_ANSWER", iteration=iteration, accepted=accepted, position=self.position)
+
     # ---- threads at work for a part
 
     def enter(self, part: Part) -> None:
@@ -319,6 +330,8 @@ class Member:
                 return False
             # once more: training may be held here for another move
         with self._changed:
+            while self._is_end_open(stop):
+                self._changed.wait(1.0)
             self._begun = True
         return True
 
@@ -337,8 +350,18 @@ class Member:
             self._begun = True
             return None
 
+    def ends_before(self, iteration: int) -> bool:
+        """Whether training ends before `iteration`, as all have agreed. The same answer on every slot's process."""
+        return self._end == (iteration, True)
+
+    def _is_end_open(self, stop: int) -> bool:
+        """Whether it is being agreed if training ends at `stop`: this process has accepted it."""
+        return self._end is not None and not self._end[1] and boundary(self._end[0]) == stop
+
     def _must_wait(self, stop: int) -> bool:
         part = self.part
+        if self._end is not None and boundary(self._end[0]) == stop:
+            return self._is_end_open(stop)
         if part is not None and part.first_stop == stop and part.verdict == "":
             return True
         if part is not None and part.stop == stop and part.verdict == "SWITCH":

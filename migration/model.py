@@ -107,6 +107,25 @@ def build_chunks(config: Config, transformer: TransformerConfig, device: torch.d
     return chunks
 
 
+def tie_embeddings(config: Config, chunks: list[Any]) -> bool:
+    """Give the last stage's output weight the first stage's word embeddings. Collective over each embedding group.
+
+    Returns whether this process has one of the copies.
+    """
+    if not config.tied_embeddings or config.pp == 1:
+        return False
+    has_copy = False
+    for chunk in chunks:
+        gpt = chunk.module if config.dtype == "fp32" else chunk.module.module
+        if gpt.pre_process or gpt.post_process:
+            weight = gpt.shared_embedding_or_output_weight().data
+            if not gpt.pre_process:
+                weight.zero_()
+            torch.distributed.all_reduce(weight, group=parallel_state.get_embedding_group())
+            has_copy = True
+    return has_copy
+
+
 def build_optimizer(config: Config, chunks: list[Any]) -> Any:
     return get_megatron_optimizer(OptimizerConfig(
         optimizer="adam", lr=config.lr, min_lr=config.lowest_lr, weight_decay=config.weight_decay,

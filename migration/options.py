@@ -39,12 +39,18 @@ class Options:
     record_limit_mib: int = 64  # host memory of a recording, per slot
     standby: str = "auto"  # spares: cold, warm (every pipeline role has run in a sandbox), auto (warm on GPUs)
     progress_s: float = 2.0  # pause between progress lines where the output isn't a terminal
-    save_at: int | None = None  # stop before this iteration and save every slot's state in RUN/checkpoint
-    load: str = ""  # go on from such a checkpoint
+    checkpoints: str = ""  # folder of them; "": none are made
+    checkpoint_every: int = 0  # iterations; 0: only where the run ends or is stopped
+    keep_checkpoints: int = 2
+    checkpoint_digests: bool = False  # save the digests of the state too, and compare after a load
+    report: bool = True  # at the end
+    save_at: int | None = None  # stop before this iteration with a checkpoint
+    load: str = ""  # a checkpoint to start from, or a folder of them
     # for tests and experiments
     faults: tuple[str, ...] = ()
     omit_state: tuple[str, ...] = ()
     slow_joiner_s: float = 0.0
+    slow_checkpoint_s: float = 0.0
 
     def last_iteration(self, num_iterations: int) -> int:
         """The number of iterations after which this run ends: all, or those before `save_at`."""

@@ -26,6 +26,7 @@ from migration.communicators.recorded import RecordingGroup
 from migration.config import Config
 from migration.controller import Controller
 from migration.costs import log_costs, take_costs
+from migration.errors import UserError
 from migration.groups import Groups
 from migration.job import IterationResult, Job
 from migration.member import Member
@@ -54,6 +55,7 @@ class Process:
             config=asdict(config), options=asdict(self.options), versions={**own["versions"], "mpi": world.library},
             hosts=list(started.roster.hosts), clock=clock)
         self._tell_data()
+        self._tell_start()
         self._take_device()
         maker = build_maker(device.current_device(), self.options.switch, allow_lazy=self.options.allow_lazy,
                             connect_in_background=self.options.connect == "background")
@@ -81,6 +83,14 @@ class Process:
         if skipped and self.world.rank == 0:
             sys.stdout.write(f"data {source.name}: {source.num_tokens} tokens{skipped}\n")
             sys.stdout.flush()
+
+    def _tell_start(self) -> None:
+        """Which checkpoint the run goes on from, and which it passes over."""
+        for note in self._started.start.notes:
+            self.timeline.add_event("checkpoint", note)
+            if self.world.rank == 0:
+                sys.stdout.write(f"checkpoint {note}\n")
+                sys.stdout.flush()
 
     def _take_device(self) -> None:
         """Choose a GPU, and tell NCCL which host this is, before either is started in this process."""
@@ -128,6 +138,8 @@ class Process:
         with self.timeline.span("build", "STARTUP", slot=slot):
             job.open_groups(self.config, slot, self.groups)
             made = Job(self.config, slot, self.groups, self.samples)
+        if self.options.checkpoints:
+            checkpoint.check(made)
         self.member.tell("READY")
         record = self.member.wait_for(lambda: self.member.started)
         with self.timeline.span("connect", "STARTUP", slot=slot):
@@ -141,18 +153,20 @@ class Process:
         log_costs(self.timeline, take_costs(self.groups), move=-1, slot=slot)
         with self.timeline.span("broadcast", "STARTUP", slot=slot):
             made.broadcast_parameters()
-        if self.options.load:
+        if self._started.start.folder:
             with self.timeline.span("load", "STARTUP", slot=slot):
-                checkpoint.load(made, self.options.load)
+                checkpoint.load(made, self._started.start.folder)
         self.member.warm_roles.add(pipeline_role(self.config, slot))
         if self.options.warm_up == "recorded":
             self._end_recording = self._record(made)
-        self.member.tell("STARTED")
+        if not self._started.start.folder:
+            made.tie_embeddings()  # recorded: a joiner's first iteration needs the other stage's weights too
+        self.member.tell("STARTED", iteration=made.iteration)
         return made
 
     def _record(self, made: Job) -> Callable[[IterationResult], None]:
         """From now on the slot's calls are recorded; returns what ends that, after the run's first iteration."""
-        recorder = Recorder(made.slot, self.options.record_limit_mib << 20, from_seeds=not self.options.load)
+        recorder = Recorder(made.slot, self.options.record_limit_mib << 20, from_seeds=not self._started.start.folder)
         undo = self.groups.replace(lambda handle: RecordingGroup(handle, handle.inner, recorder))
 
         def end(result: IterationResult) -> None:
@@ -181,15 +195,32 @@ class Process:
         extra = {"loss": result.loss, "time_s": time_s} if made.slot == first_of_last_stage else {}
         self.member.tell("PROGRESS", iteration=made.iteration, **extra)
 
+    def is_checkpoint_due(self, made: Job) -> bool:
+        """Whether a checkpoint is saved before the iteration that `made` is at. The same on every slot's process."""
+        every = self.options.checkpoint_every
+        return bool(every) and made.iteration % every == 0 and made.iteration > self._started.start.iteration
+
+    def save_checkpoint(self, made: Job) -> None:
+        """Collective over the job, at a boundary: whoever holds the slots in its generation saves them."""
+        start_s = self.timeline.clock()
+        with self.timeline.span("save", "TRAINING", slot=made.slot, iteration=made.iteration) as span:
+            folder, span.bytes = checkpoint.save(made, self.options, self.world.hellos[0]["versions"])
+        if made.slot == 0:
+            self.member.tell("CHECKPOINT", folder=str(folder), iteration=made.iteration, bytes=span.bytes,
+                             time_s=self.timeline.clock() - start_s)
+
     def finish(self, made: Job) -> None:
-        """Training is done: write the final digests, say so, and wait for the control thread to end the process."""
-        self.member.finished(self.num_iterations)
-        if self.options.save_at is not None:
-            with self.timeline.span("save", "TRAINING", slot=made.slot, iteration=made.iteration) as span:
-                span.bytes = checkpoint.save(made, str(Path(self.options.run) / "checkpoint"))
+        """Training is done: save, write the final digests, say so, and wait for the control thread to end the process.
+
+        Without digests where training was stopped: its state is in the checkpoint.
+        """
+        self.member.finished(made.iteration)
+        if self.options.checkpoints and made.iteration > self._started.start.iteration:
+            self.save_checkpoint(made)
         made.finish()
-        for kind, digest in state.digests(state.capture(made)).items():
-            self.timeline.add_digest(made.slot, kind, digest)
+        if made.iteration == self.config.iterations:
+            for kind, digest in state.digests(state.capture(made)).items():
+                self.timeline.add_digest(made.slot, kind, digest)
         self.member.tell("FINISHED")
         self.member.wait_for(lambda: False)
 
@@ -235,10 +266,13 @@ class Process:
         role = f"slot {member.slot}" if member.slot is not None else "a spare"
         message = (f"{role} (world rank {self.world.rank} on {self.world.hellos[self.world.rank]['host']}, generation "
                    f"{member.generation}): {type(error).__name__}: {error}").splitlines()[0]
-        path = Path(self.options.run) / "log" / f"w{self.world.rank:04d}.traceback.txt"
-        path.write_text(text)
         self.timeline.add_event("error", message)
-        member.tell("FATAL", message=f"{message} (traceback: {path})")
+        if isinstance(error, UserError):
+            member.tell("FATAL", message=str(error), code=2)
+        else:
+            path = Path(self.options.run) / "log" / f"w{self.world.rank:04d}.traceback.txt"
+            path.write_text(text)
+            member.tell("FATAL", message=f"{message} (traceback: {path})", code=1)
         # the controller's END ends this process from the control thread; without a controller it ends all the same
         threading.Event().wait(10.0)
         member.end_process(f"{message} (no controller answered)", 1)

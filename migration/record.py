@@ -86,6 +86,7 @@ class RunRecord:
     def __init__(self, *, config: Config, num_iterations: int, run: str, timeline: Timeline, progress_s: float) -> None:
         self.moves: list[dict[str, Any]] = []
         self.faults: list[dict[str, Any]] = []
+        self.checkpoints: list[dict[str, Any]] = []  # saved by this run; not all of them are kept
         self.run = run
         self._config, self._timeline, self._progress_s = config, timeline, progress_s
         self._num_iterations = num_iterations  # those of the config, or fewer with --save-at
@@ -146,6 +147,13 @@ class RunRecord:
             k: None if isinstance(v, float) and math.isnan(v) else v for k, v in columns.items()})
         self._timeline.add_move(**columns)
 
+    def checkpoint(self, record: dict[str, Any]) -> None:
+        """A checkpoint is complete."""
+        row = {key: record[key] for key in ("iteration", "folder", "bytes", "time_s")}
+        self.checkpoints.append(row)
+        self.say(f"checkpoint saved before iteration {row['iteration']}: {row['folder']}, {row['bytes'] / 1e6:.2f} MB, "
+                 f"{row['time_s']:.2f} s")
+
     def fault(self, record: dict[str, Any]) -> None:
         """An injected fault has fired."""
         self.say(f"fault {record['text']} fired at world rank {record['from']}")
@@ -158,9 +166,10 @@ class RunRecord:
 
     # ---- the verdict
 
-    def end(self, status: str, error: str | None, tally: MoveTally, term: int) -> None:
+    def end(self, status: str, error: str | None, tally: MoveTally, term: int, *, code: int, requeue: bool) -> None:
         """Write RUN/result.json: nothing is written after it."""
-        result = {"schema_version": RESULT_VERSION, "status": status, "error": error, "profile": self._config.profile,
+        result = {"schema_version": RESULT_VERSION, "status": status, "error": error, "exit_code": code,
+                  "requeue": requeue, "checkpoints": self.checkpoints, "profile": self._config.profile,
                   "iterations": self._config.iterations, "generation": tally.generation, "term": term,
                   "phase": tally.phase.value, "moves": self.moves, "faults": self.faults, "finished_s": self.clock()}
         if tally.phase is not Phase.TRAINING:
@@ -173,7 +182,7 @@ class RunRecord:
     # ---- handing the role over
 
     def to_json(self) -> dict[str, Any]:
-        return {"moves": self.moves, "faults": self.faults}
+        return {"moves": self.moves, "faults": self.faults, "checkpoints": self.checkpoints}
 
     def load_json(self, value: dict[str, Any]) -> None:
-        self.moves, self.faults = value["moves"], value["faults"]
+        self.moves, self.faults, self.checkpoints = value["moves"], value["faults"], value["checkpoints"]

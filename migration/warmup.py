@@ -71,6 +71,8 @@ def run_shadow(job: Job, recording: Recording | None, real: dict[str, Any],
             return job.run_shadow_iteration(is_unwanted)
     replay = Replay(recording)
     with job.groups.replaced(lambda handle: ReplayGroup(handle, replay, real.get(handle.name))):
+        if recording.from_seeds:
+            job.tie_embeddings()
         result = job.run_shadow_iteration(is_unwanted)
     replay.finish()
     return result

@@ -57,6 +57,7 @@ def record_on_real_groups(job: Job) -> Recording:
     job.groups.adopt()
     recorder = Recorder(job.slot, 64 * MIB)
     with job.groups.replaced(lambda handle: RecordingGroup(handle, handle.inner, recorder)):
+        job.tie_embeddings()
         result = job.run_iteration()
     return recorder.finish(result.loss, result.grad_norm)
 

@@ -74,6 +74,7 @@ def test_what_is_refused_changes_nothing(harness: Harness, start_harness: Callab
     refused(ask(harness, job, "request", "--vacate", "b0,b1"), "b0,b1", "spare")
     refused(ask(harness, job, "request", "--vacate", "b1@100000"), "b1@100000", "last iteration")
     refused(ask(harness, job, "cancel"), "cancel")
+    refused(ask(harness, job, "stop"), "--checkpoints")
     found = status(harness, job)
     assert (found["phase"], found["generation"], found["queued"]) == ("TRAINING", 0, [])
     assert num_done(job) == 0

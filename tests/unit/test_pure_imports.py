@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PURE = ("errors", "config", "topology", "sizes", "profiles", "plan", "plan_report", "protocol",
-        "move", "options", "schedule", "watch", "placement", "faults", "acceptance")
+        "move", "options", "schedule", "watch", "placement", "faults", "acceptance", "checkpoint_files")
 BLOCKED = ("torch", "mpi4py", "h5py", "megatron", "psutil", "matplotlib")
 
 PROGRAM = """

@@ -30,6 +30,7 @@ def record(job: Job, limit_bytes: int = 64 * MIB) -> Recording:
     """The first iteration of `job`, whose peers are a sandbox's."""
     recorder = Recorder(job.slot, limit_bytes)
     with job.groups.replaced(lambda handle: RecordingGroup(handle, handle.inner, recorder)):
+        job.tie_embeddings()
         result = job.run_shadow_iteration()
     return recorder.finish(result.loss, result.grad_norm)
 
