@@ -12,7 +12,8 @@ STAMP := $(VENV)/.made
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-unit test-mpi test-runs test-gpu bench bench-gpu test-fast slurm-up slurm-down clean
+.PHONY: help setup demo test test-unit test-mpi test-runs test-gpu bench bench-gpu test-fast
+.PHONY: slurm-up slurm-down slurm-test clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -24,6 +25,7 @@ help:
 	@echo 'make bench      figures of moves on this machine'
 	@echo 'make bench-gpu  figures of moves on GPUs; results in analysis/results (OUT=folder, PARTS=a,b)'
 	@echo 'make slurm-up   a Slurm of four virtual nodes on this machine (root, Debian packages); make slurm-down ends it'
+	@echo 'make slurm-test tests on such a Slurm; without root or its packages those that need it are skipped'
 	@echo 'make setup      the environment in .venv; the others do it first, and it is done only once'
 	@echo 'make clean      removes .venv and what tests and builds leave; runs/ stays'
 	@echo 'Options: PYTHON=python3.11 PIP_FLAGS="..."'
@@ -42,7 +44,7 @@ demo: setup
 	$(RUN) harness.py demo
 
 # Each part prints its own closing line, and the first that fails ends make with its exit code.
-test: test-unit test-mpi test-runs
+test: test-unit test-mpi test-runs slurm-test
 
 test-unit: setup
 	$(RUN) -m pytest -q tests/unit
@@ -71,6 +73,9 @@ test-fast: setup
 	$(RUN) -m pytest -q tests/unit
 	PYTHON=$(RUN) tests/run_mpi_tests.sh -m fast
 	$(RUN) -m pytest -q -m fast tests/runs
+
+slurm-test: setup
+	$(RUN) -m pytest -q -rs tests/slurm
 
 slurm-up: setup
 	@$(RUN) -m slurm up

@@ -1,4 +1,4 @@
-"""python -m slurm up|down|status: a Slurm of four virtual nodes on this machine."""
+"""python -m slurm render|submit|verdict: jobs; up|down|status: a Slurm of four virtual nodes on this machine."""
 from __future__ import annotations
 
 import sys
@@ -8,6 +8,8 @@ from pathlib import Path
 from migration.arguments import Parser
 from migration.errors import UserError
 from slurm import cluster
+from slurm.submit import render_command, submit_command
+from slurm.verdict import judge
 
 
 def _up(argv: list[str]) -> int:
@@ -52,6 +54,17 @@ def _status(argv: list[str]) -> int:
     return 0
 
 
+def _verdict(argv: list[str]) -> int:
+    parser = Parser(prog="-m slurm verdict", description="How a run ended, for a batch script: exit code 0 completed, "
+                    "75 requeue it, 1 failed.")
+    parser.add_argument("--run", required=True, type=Path, help="the run's folder")
+    parser.add_argument("--checkpoints", type=Path, help="the job's folder of checkpoints")
+    args = parser.parse_args(argv)
+    code, why = judge(args.run, args.checkpoints)
+    print(why)
+    return code
+
+
 def _folder_parser(name: str, description: str) -> Parser:
     parser = Parser(prog=f"-m slurm {name}", description=description)
     parser.add_argument("--folder", type=Path, default=cluster.default_folder(), help="the cluster's own folder; "
@@ -59,7 +72,7 @@ def _folder_parser(name: str, description: str) -> Parser:
     return parser
 
 
-COMMANDS = {"up": _up, "down": _down, "status": _status}
+COMMANDS = {"render": render_command, "submit": submit_command, "verdict": _verdict, "up": _up, "down": _down, "status": _status}
 
 
 def main(argv: list[str]) -> int:

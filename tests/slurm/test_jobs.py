@@ -1,0 +1,89 @@
+"""The shape of m24 (four nodes, one of spares) with a tiny profile, on a real Slurm: submitted as users do it.
+
+Each way to start one is tested with a move, and compared bit for bit with the same job that had no Slurm, no spares and
+no move.
+"""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from jobs import ROOT, SlurmJob, Submit
+from running import assert_nothing_left, find_processes
+from support import LONG, Case, assert_equal, assert_moves, last_iteration
+
+from analysis.log import read_run
+from slurm.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(900)
+
+SHORT = Case(iterations=12)
+B1_TO_B3 = [[2, 2, 6], [3, 3, 7]]  # slot, leaver, joiner: the hosts are Slurm's nodes, in its order
+
+
+def settings(case: Case) -> list[str]:
+    """Arguments of the case; its profile is the default one."""
+    return [word for value in (f"iterations={case.iterations}", *case.settings) for word in ("--set", value)]
+
+
+def result_of(job: SlurmJob, state: str = "COMPLETED") -> dict:
+    assert job.wait() == state, job.out[-3000:]
+    result = json.loads((job.run() / "result.json").read_text())
+    assert result["status"] == "completed", result
+    return result
+
+
+def test_a_batch_job_vacates_a_node_on_request(submit: Submit, undisturbed: Callable[[Case], Path],
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    twin = undisturbed(LONG)
+    job = submit(*settings(LONG))
+    job.wait_for(lambda: last_iteration(job.run()) >= 2, "iteration 2")
+    asked = subprocess.run([sys.executable, str(ROOT / "harness.py"), "request", "--run", str(job.run()), "--vacate",
+                            "b1", "--wait"], capture_output=True, text=True, timeout=200)
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+    result = result_of(job)
+    assert_moves(result, [(result["moves"][0]["iteration"], B1_TO_B3)])
+    assert_equal(LONG, twin, job.run())
+    assert f"{job.run()}: completed" in job.out
+    started_s = float(read_run(job.run()).iterations["start_s"].min())
+    with capsys.disabled():
+        print(f"\nSlurm, 8 processes on 4 nodes: {started_s - job.submitted_s:.1f} s from submission to the first "
+              f"iteration; downtime {result['moves'][0]['downtime_s'] * 1e3:.0f} ms")
+
+
+@pytest.mark.parametrize("options", [("--launcher", "mpirun"), ("--salloc",)], ids=["mpirun", "salloc"])
+def test_other_ways_to_start(options: tuple[str, ...], submit: Submit, undisturbed: Callable[[Case], Path]) -> None:
+    job = submit(*settings(SHORT), "--vacate", "b1@6", "--hold", options=options)
+    assert_moves(result_of(job), [(6, B1_TO_B3)])
+    assert_equal(SHORT, undisturbed(SHORT), job.run())
+
+
+def test_a_cancelled_job_leaves_no_process(submit: Submit, cluster: Cluster) -> None:
+    """The copies that share imports are no children of the step, and must end with it all the same."""
+    job = submit(*settings(LONG))
+    job.wait_for(lambda: last_iteration(job.run()) >= 0, "the first iteration")
+    assert len(find_processes(job.run())) >= 16  # light processes and their copies
+    cluster.command("scancel", str(job.id))
+    assert job.wait() == "CANCELLED"
+    assert_nothing_left(job.run())
+
+
+def test_a_wrong_argument_is_refused_before_anything_is_submitted(cluster: Cluster, tmp_path: Path) -> None:
+    wrong = subprocess.run([sys.executable, "-m", "slurm", "submit", "--", "--vacate", "b1@99999"], cwd=ROOT,
+                           env=cluster.environment(), capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "b1@99999" in wrong.stderr
+    refused = subprocess.run([sys.executable, "-m", "slurm", "submit", "--nodes", "40"], cwd=ROOT,
+                             env=cluster.environment(), capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert refused.stderr.startswith("slurm: sbatch refused the job: ")
+
+
+def test_the_recorded_job_is_one_that_slurm_takes(cluster: Cluster) -> None:
+    taken = subprocess.run(["sbatch", "--test-only", "slurm/m24.sbatch"], cwd=ROOT, env=cluster.environment(),
+                           capture_output=True, text=True, timeout=60)
+    assert taken.returncode == 0, taken.stderr
+    assert "on nodes b[0-3]" in taken.stderr, taken.stderr
