@@ -21,7 +21,7 @@ from migration.zygote import RUN_VARIABLE
 
 FOLDER = "processes"
 # Commands of harness.py that are no run, though --run is among their arguments.
-BESIDE = ("request", "status", "cancel", "kill", "plan", "demo", "sync")
+BESIDE = ("request", "status", "cancel", "stop", "kill", "plan", "demo", "sync")
 _LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "mpiexec.hydra", "srun", "orterun", "prterun", "orted", "prted")
 _PROC = Path("/proc")
 
