@@ -22,6 +22,8 @@ def preload() -> None:
     """Import torch and megatron-core. The first thing in a process that imports either."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch)\..*")
+    # 0.19 reads a checkpoint's common part in a way that torch warns of, on every rank
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint\..*")
     for name in ("megatron.core.rerun_state_machine", "megatron.core.models.gpt.gpt_model"):
         logging.getLogger(name).setLevel(logging.ERROR)  # the one says that it exists, the other that it is old
     for name, value in DEFAULTS.items():
