@@ -18,7 +18,7 @@ from migration.errors import UserError
 from migration.stores import start_store
 from migration.move import MoveTally
 from migration.options import Options
-from migration.plan import Roster
+from migration.plan import Roster, choose_successor
 from migration.protocol import Action, Event, Phase
 from migration.record import MoveRecord, RunRecord
 from migration.requests import RequestServer
@@ -191,7 +191,7 @@ class Actions:
         self._current = self._move = None
         roster = self._tally.roster
         if not roster.slots_on(roster.hosts[self.world.rank]):
-            self.successor = min(roster.holders)  # this host may be given back: the role leaves it
+            self.successor = choose_successor(roster)  # this host may be given back: the role leaves it
 
     def _hold_to_release(self) -> int | None:
         hold = self._current.hold if self._current else None

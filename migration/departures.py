@@ -43,10 +43,12 @@ class Departures:
     def __init__(self) -> None:
         self._all: dict[str, Departure] = {}
 
-    def see(self, troubles: Mapping[str, Trouble]) -> tuple[list[Departure], list[str]]:
-        """Take what Slurm says of all nodes now. Returns (hosts to be left from now on, hosts no longer to be left)."""
-        returned = [d.host for d in self._all.values()
-                    if d.stage in (Stage.LEAVING, Stage.KEPT) and d.host not in troubles]
+    def see(self, troubles: Mapping[str, Trouble], nodes: Iterable[str]) -> tuple[list[Departure], list[str]]:
+        """Take what Slurm says of all `nodes` of the allocation now.
+
+        Returns (hosts to be left from now on, hosts no longer to be left).
+        """
+        returned = [d.host for d in self._of(Stage.LEAVING, Stage.KEPT) if d.host in set(nodes) - set(troubles)]
         for host in returned:
             del self._all[host]
         new = [Departure(host=host, why=trouble.why, give_back=trouble.give_back)

@@ -46,6 +46,8 @@ class Options:
     report: bool = True  # at the end
     save_at: int | None = None  # stop before this iteration with a checkpoint
     load: str = ""  # a checkpoint to start from, or a folder of them
+    watch_slurm: str = "auto"  # in a job of Slurm, its drained nodes are vacated; or off
+    slurm_poll_s: float = 5.0
     # for tests and experiments
     faults: tuple[str, ...] = ()
     omit_state: tuple[str, ...] = ()

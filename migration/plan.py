@@ -133,6 +133,12 @@ class Roster:
                    released=frozenset(fields["released"]))
 
 
+def choose_successor(roster: Roster) -> int:
+    """World rank of the next controller: the first that holds a slot on a host that stays, else the first."""
+    staying = [r for r in roster.holders if roster.hosts[r] not in roster.leaving]
+    return min(staying or roster.holders)
+
+
 def spread_hosts(names: Sequence[str], num_processes: int) -> tuple[str, ...]:
     """Host of each world_rank when `names` get equal runs of `num_processes`. Raises UserError where they can't."""
     shown = f"--hosts {','.join(names)}"

@@ -142,13 +142,16 @@ def _parse_time(text: str) -> float | None:
 class Judge:
     """Which nodes are to be left, from one sighting after the other."""
 
-    def __init__(self, maintenance_lead_s: float) -> None:
+    def __init__(self, maintenance_lead_s: float = 600.0) -> None:
         self._lead_s = maintenance_lead_s
+        self._seen: dict[str, None] = {}  # nodes that were in the allocation, in order
         self._num_unheard: dict[str, int] = {}
 
     def judge(self, sighting: Sighting) -> dict[str, Trouble]:
-        """Nodes of the allocation that the job should leave now."""
-        troubles: dict[str, Trouble] = {}
+        """Nodes that the job should leave now, those that are no longer in its allocation among them."""
+        self._seen |= dict.fromkeys(sighting.job.nodes)
+        troubles = {name: Trouble(why="no longer in the job's allocation", give_back=True)
+                    for name in self._seen if name not in sighting.job.nodes}
         for name in sighting.job.nodes:
             node = sighting.nodes.get(name)
             unheard = node is not None and node.flag == "*"
