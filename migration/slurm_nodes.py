@@ -66,7 +66,7 @@ class Trouble:
 def expand_nodes(text: str) -> tuple[str, ...]:
     """Names in a list such as 'b[0-2,5],login1'. Raises UserError for what it can't read."""
     names: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text):
         names += _expand(part)
     return tuple(names)
 
