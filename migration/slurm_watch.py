@@ -20,7 +20,7 @@ from migration.slurm_nodes import NODE_FORMAT, Sighting, parse_job, parse_mainte
 
 _CALL_TIMEOUT_S = 20.0  # a resize that Slurm isn't ready for is refused after 5 s
 _MAX_PAUSE_S = 60.0
-_SLOW_FACTOR = 10  # the pause is at least so many times what a look took
+_SLOW_FACTOR = 3  # the pause is at least so many times what a look took
 _LOOKS_PER_RESERVATION = 12  # reservations are made ahead, and listed for the whole cluster
 
 
