@@ -114,9 +114,9 @@ def parse_maintenance(text: str) -> dict[str, float]:
     for line in text.splitlines():
         fields = _parse_fields(line)
         start_s = _parse_time(fields.get("StartTime", ""))
-        if "MAINT" not in fields.get("Flags", "").split(",") or start_s is None or fields.get("Nodes") in ("(null)", None):
+        if "MAINT" not in fields.get("Flags", "").split(",") or start_s is None:
             continue
-        for name in expand_nodes(fields["Nodes"]):
+        for name in expand_nodes(fields.get("Nodes", "").replace("(null)", "")):
             starts[name] = min(start_s, starts.get(name, start_s))
     return starts
 

@@ -1,8 +1,8 @@
 """Looks at Slurm every few seconds, and gives nodes back: runs scontrol and sinfo on a thread of its own.
 
 In the controller's process. The control thread only takes what has come (`take`) and leaves notes (`give_back`); it
-never waits for Slurm, whose controller may be slow or away. Polite: two short calls a look (three every so often), fewer
-when a call fails or is slow. What the answers mean says slurm_nodes.py; what follows decides departures.py.
+never waits for Slurm, whose controller may be slow or away. Polite: two short calls a look (three every so often),
+fewer when a call fails or is slow. What the answers mean says slurm_nodes.py; what follows decides departures.py.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOKS_PER_RESERVATION = 12  # reservations are made ahead, and listed for the w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaveBack:
-    """What became of `give_back`. error: '' if Slurm has the nodes; a comment that it doesn't take is a lesser matter."""
+    """What became of `give_back`. error: '' if Slurm has the nodes; a comment that it doesn't take matters less."""
 
     nodes: tuple[str, ...]
     error: str
@@ -141,7 +141,7 @@ class SlurmWatch:
         return ""
 
     def _call(self, *command: str) -> str:
-        # times in one format; and scontrol leaves scripts where it stands when it shrinks a job: not in the user's folder
+        # times in one format; and scontrol leaves scripts where it stands when it shrinks a job
         with tempfile.TemporaryDirectory(prefix="lm-slurm-") as folder:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=folder,
                                   timeout=_CALL_TIMEOUT_S, env=os.environ | {"SLURM_TIME_FORMAT": "standard"})

@@ -1,6 +1,6 @@
 """A real Slurm wants nodes back while a job trains: each is emptied and given back, and no loss changes.
 
-One job a test, since a job's start is what costs. Every job is compared, as far as it came, with one that is left alone.
+One job a test, since a job's start is what costs. Every job is compared, as far as it came, with one left alone.
 """
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_two_nodes_at_once_are_emptied_and_given_back(cluster: Cluster, start_jo
     assert [found["hosts"][host] for host in ("b0", "b1")] == [{"slots": [], "spares": 0}] * 2
     assert found["lost"] == [] and found["controller"] in (4, 5, 6, 7) and found["term"] >= 1
     shown = cluster.command("scontrol", "-o", "show", "job")
-    assert "NodeList=b[2-3]" in shown and "Comment=Live Migrator: vacated and gave back b0 (failing (fan))" in shown, shown
+    assert "NodeList=b[2-3]" in shown, shown
+    assert "Comment=Live Migrator: vacated and gave back b0 (failing (fan))" in shown, shown
     assert "b1 (draining (ECC | errors))" in shown
     assert any("b0 is failing (fan)" in line for line in said(job))
     assert_equal_so_far(FOUR_SLOTS, fork_server, job, tmp_path)
@@ -42,7 +43,7 @@ def test_two_nodes_at_once_are_emptied_and_given_back(cluster: Cluster, start_jo
 
 def test_the_batch_host_and_too_few_spares(cluster: Cluster, start_job: Callable[..., Running],
                                            fork_server: ForkServer, tmp_path: Path) -> None:
-    """The batch host is emptied, but stays. Undrained in time, it is a spare again, which the next node was waiting for."""
+    """The batch host is emptied, but stays. Undrained in time, it is a spare again, for the next node waits for one."""
     job = start_job(SIX_SLOTS, by="sbatch")
     wait_for_iterations(job, 3)
     cluster.command("scontrol", "update", "NodeName=b0", "State=DRAIN", "Reason=kernel")

@@ -1,4 +1,4 @@
-"""Nodes of a real Slurm that fail unannounced: the job ends everywhere, in order, and says whether to go on from where."""
+"""Nodes of a real Slurm that fail unannounced: the job ends everywhere, and says whether it can go on from where."""
 from __future__ import annotations
 
 import json
