@@ -101,7 +101,7 @@ class Controller(Stopping, Leaving):
         silent = [f"world rank {r} on {roster.hosts[r]}" for r, _ in self._watch.silent_for(now_s, _LOOK_AROUND_S)
                   if r not in roster.lost]
         first = f"{' and '.join(silent)} died or can't be reached; first seen by " if silent else ""
-        self._end_job(first + self._fatal[1], self._fatal[2])
+        self._end_job(first + self._fatal[1], self._fatal[2], requeue=self._can_go_on(bool(silent)))
 
     def _on_fault(self, record: Record) -> None:
         self._record.fault(record)

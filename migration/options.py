@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+REQUEUE_CODE = 75  # of a run that is to be started again: EX_TEMPFAIL of sysexits.h
+
 from migration.schedule import Schedule
 
 # What --omit-state may name: the keys of state.KINDS and gradients.KIND, which need torch (a test holds them equal).

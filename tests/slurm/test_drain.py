@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from drained import (FOUR_SLOTS, SIX_SLOTS, TIMEOUT_S, assert_equal_so_far, said, status, wait_for_iterations,
-                     wait_for_word)
+from drained import (FOUR_SLOTS, SIX_SLOTS, TIMEOUT_S, assert_equal_so_far, said, start_job,  # noqa: F401
+                     status, wait_for_iterations, wait_for_word)
 from running import Running
 
 from migration.forkserver import ForkServer
@@ -38,7 +38,7 @@ def test_two_nodes_at_once_are_emptied_and_given_back(cluster: Cluster, start_jo
     assert "Comment=Live Migrator: vacated and gave back b0 (failing (fan))" in shown, shown
     assert "b1 (draining (ECC | errors))" in shown
     assert any("b0 is failing (fan)" in line for line in said(job))
-    assert_equal_so_far(FOUR_SLOTS, fork_server, job, tmp_path)
+    assert_equal_so_far(FOUR_SLOTS, fork_server, [job], tmp_path)
 
 
 def test_the_batch_host_and_too_few_spares(cluster: Cluster, start_job: Callable[..., Running],
@@ -63,4 +63,4 @@ def test_the_batch_host_and_too_few_spares(cluster: Cluster, start_job: Callable
         "b1": "draining (disk), given back"}
     assert [move["request"] for move in found["moves"]] == ["b0", "b1"]
     assert sum("can't be emptied yet" in line for line in said(job)) == 1, said(job)
-    assert_equal_so_far(SIX_SLOTS, fork_server, job, tmp_path)
+    assert_equal_so_far(SIX_SLOTS, fork_server, [job], tmp_path)
