@@ -22,6 +22,9 @@ The state's way: arms.py (how much is done beside training, and where membership
 and joiner), transfer.py (bytes), stream.py, leader.py and follow.py (beside training), gradients.py (what is left at the
 cut), hand_over.py (in the pause), proof.py (the leaver's own step, to compare with).
 
+In Slurm: slurm_watch.py (looks at Slurm, gives nodes back), slurm_nodes.py (what it says, and which nodes are to be
+left), departures.py (how far each of them is), leaving.py (what the controller does about it).
+
 Beside it: topology.py and sizes.py (arithmetic), plan_report.py, check*.py (the preflight), requests.py (from outside),
 commands.py, kill.py and footprint.py (the processes of a run), sync.py and unpack.py (the code to every node),
 versions.py (whether it is the same), record.py (progress, verdict), timeline.py (the log), demo.py, launch.py,
@@ -29,5 +32,5 @@ forkserver.py and zygote.py (one machine, one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
 communicators. Nothing here imports harness. protocol, move, schedule, plan, topology, config, profiles,
-sizes, options, checkpoint_files and errors import the standard library and numpy only.
+sizes, slurm_nodes, departures, options, checkpoint_files and errors import the standard library and numpy only.
 """

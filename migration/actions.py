@@ -9,16 +9,18 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from migration.arms import boundary
+from migration.checkpoint_files import list_complete
 from migration.config import Config
 from migration.errors import UserError
 from migration.stores import start_store
 from migration.move import MoveTally
-from migration.options import Options
-from migration.plan import Roster
+from migration.options import REQUEUE_CODE, Options
+from migration.plan import Roster, choose_successor
 from migration.protocol import Action, Event, Phase
 from migration.record import MoveRecord, RunRecord
 from migration.requests import RequestServer
@@ -191,7 +193,7 @@ class Actions:
         self._current = self._move = None
         roster = self._tally.roster
         if not roster.slots_on(roster.hosts[self.world.rank]):
-            self.successor = min(roster.holders)  # this host may be given back: the role leaves it
+            self.successor = choose_successor(roster)  # this host may be given back: the role leaves it
 
     def _hold_to_release(self) -> int | None:
         hold = self._current.hold if self._current else None
@@ -214,17 +216,28 @@ class Actions:
         self._act(self._tally.recount())
 
     def _fail_job(self) -> None:
-        self._end_job(self._tally.reason or "the job can't go on")
+        lost = not self._tally.roster.lost.isdisjoint(self._tally.roster.holders)
+        self._end_job(self._tally.reason or "the job can't go on", requeue=self._can_go_on(lost))
 
     # ---- the end
 
-    def _end_job(self, error: str, code: int = 1) -> None:
-        """One message, a verdict, and the end of every process."""
+    def _can_go_on(self, lost: bool) -> bool:
+        """Whether the run, started again, could go on from a checkpoint; `lost`: because a slot's process was lost.
+
+        Processes that all live and still can't go on would come to the same end again: then only if this run has come
+        further than the one before, which bounds the number of times.
+        """
+        folder = self.options.checkpoints
+        return bool(folder and list_complete(Path(folder))) and (lost or bool(self._record.checkpoints))
+
+    def _end_job(self, error: str, code: int = 1, requeue: bool = False) -> None:
+        """One message, a verdict, and the end of every process. `requeue`: a launcher may start the run again."""
         if self._ended:
             return
         sys.stderr.write(f"harness: {error}\n")
         sys.stderr.flush()
-        self._end("failed", error, code=code)
+        requeue = requeue and code == 1  # a user's error (2) stays one
+        self._end("failed", error, code=REQUEUE_CODE if requeue else code, requeue=requeue)
 
     def _end(self, status: str, error: str | None, *, code: int = 0, requeue: bool = False) -> None:
         """`code`: the run's exit code; `requeue`: it is to be started again, and will go on from its checkpoint."""

@@ -128,6 +128,11 @@ def _add_moves(parser: Parser) -> None:
                        "memory allows old and new side by side: connect new communicators ahead of the pause, one "
                        "group an iteration, or in the pause, or on the prepare thread, which can deadlock (default: "
                        "%(default)s)")
+    moves.add_argument("--watch-slurm", default="auto", choices=("auto", "off"), help="in a job of Slurm, vacate nodes "
+                       "that are drained, fail or are about to be taken away, and give them back (default: "
+                       "%(default)s)")
+    moves.add_argument("--slurm-poll", type=float, default=5.0, metavar="S", help="look at Slurm every S seconds "
+                       "(default: %(default)g)")
 
 
 def _add_deadlines(parser: Parser) -> None:
@@ -202,7 +207,7 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
             raise UserError(f"--omit-state {kind}: there is no such kind of state; kinds are "
                             f"{', '.join((*STATE_KINDS, AT_THE_CUT))}")
     _check_checkpoints(args, config.iterations)
-    for name in ("prepare_deadline", "switch_deadline", "heartbeat_timeout", "orphan_timeout"):
+    for name in ("prepare_deadline", "switch_deadline", "heartbeat_timeout", "orphan_timeout", "slurm_poll"):
         if not 0 < getattr(args, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0 s, and finite")
     if args.record_limit < 1:
@@ -230,5 +235,6 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         allow_lazy=args.allow_lazy, pins=args.nccl_pin,
         load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state),
         slow_joiner_s=args.slow_joiner, slow_checkpoint_s=args.slow_checkpoint,
+        watch_slurm=args.watch_slurm, slurm_poll_s=args.slurm_poll,
         warm_up=args.warm_up, record_limit_mib=args.record_limit,
         joiner_traffic=args.joiner_traffic == "real", standby=args.standby)

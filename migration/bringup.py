@@ -32,6 +32,7 @@ class Started:
     roster: Roster
     address: str
     start: Start
+    slurm_job: str  # whose nodes are watched; "" for none
 
 
 def bring_up(world: World, config: Config, options: Options) -> Started:
@@ -54,7 +55,8 @@ def bring_up(world: World, config: Config, options: Options) -> Started:
             claimed.append(Path(options.run))
         return {"start": asdict(start), "checkpoints": options.checkpoints,
                 "host": own_host(rank, size, list(options.hosts)), "machine": socket.gethostname(),
-                "address": own_address(), "run": options.run, "data": found[0].source.digest,
+                "address": own_address(), "node": os.environ.get("SLURMD_NODENAME", ""),
+                "run": options.run, "data": found[0].source.digest,
                 "versions": {**collect_versions(), "NCCL variables": describe_pins(os.environ)},
                 "root": str(code_root())}
 
@@ -71,7 +73,14 @@ def bring_up(world: World, config: Config, options: Options) -> Started:
     first = world.hellos[0]
     return Started(options=dataclasses.replace(options, run=first["run"], checkpoints=first["checkpoints"]),
                    samples=found[0], roster=roster, start=Start(**first["start"]),
-                   address="127.0.0.1" if one_machine else first["address"])
+                   address="127.0.0.1" if one_machine else first["address"],
+                   slurm_job=_watched_job(world, options))
+
+
+def _watched_job(world: World, options: Options) -> str:
+    """The Slurm job of this world, if hosts are its nodes; with virtual hosts, a drained node has no meaning."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return job if options.watch_slurm == "auto" and all(h["host"] == h["node"] for h in world.hellos) else ""
 
 
 def _claim_run_folder(config: Config, options: Options) -> None:

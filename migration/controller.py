@@ -12,6 +12,7 @@ from typing import Any
 from migration.acceptance import Acceptance, Figures
 from migration.config import Config
 from migration.errors import UserError
+from migration.leaving import Leaving
 from migration.move import MoveTally, Report
 from migration.options import Options
 from migration.plan import Roster, parse_vacate, plan_move
@@ -26,7 +27,7 @@ from migration.world import Record, World
 _LOOK_AROUND_S = 1.8  # more than three heartbeats
 
 
-class Controller(Stopping):
+class Controller(Stopping, Leaving):
     """Decides; there is one at a time, and each of its records carries its term."""
 
     def __init__(self, *, world: World, config: Config, options: Options, roster: Roster, timeline: Timeline,
@@ -47,8 +48,10 @@ class Controller(Stopping):
         if not self._ended:
             getattr(self, "_on_" + record["kind"].lower())(record)
 
-    def _on_alive(self, _record: Record) -> None:
-        """That it came is all it says."""
+    def _on_alive(self, record: Record) -> None:
+        """That it came says that the process lives; and whether it is done with the last move."""
+        if record["idle"]:
+            self._idle.add(record["from"])
 
     def _on_ready(self, record: Record) -> None:
         self._ready.add(record["from"])
@@ -98,7 +101,7 @@ class Controller(Stopping):
         silent = [f"world rank {r} on {roster.hosts[r]}" for r, _ in self._watch.silent_for(now_s, _LOOK_AROUND_S)
                   if r not in roster.lost]
         first = f"{' and '.join(silent)} died or can't be reached; first seen by " if silent else ""
-        self._end_job(first + self._fatal[1], self._fatal[2])
+        self._end_job(first + self._fatal[1], self._fatal[2], requeue=self._can_go_on(bool(silent)))
 
     def _on_fault(self, record: Record) -> None:
         self._record.fault(record)
@@ -106,7 +109,7 @@ class Controller(Stopping):
     def _on_vacate_my_host(self, record: Record) -> None:
         host = self._tally.roster.hosts[record["from"]]
         try:
-            self._request(host, f"SIGUSR2 to world rank {record['from']}")
+            self.request_move(host, f"SIGUSR2 to world rank {record['from']}")
         except UserError as error:
             self._say(f"request refused: {error}")
 
@@ -150,6 +153,7 @@ class Controller(Stopping):
         self._take_store()
         if self._watch.is_beat_due(now_s) and self.successor is None:
             self._broadcast("BEAT")
+            self._beat_ending()
             for rank, silent_s in self._watch.silent(now_s):
                 self._lose(rank, f"not heard for {silent_s:.1f} s")
         if not self._ended and self._asked_to_end:
@@ -160,6 +164,7 @@ class Controller(Stopping):
             self._expire(reason)
         if not self._ended and self.successor is None:
             self._server.poll(self._answer)
+            self._look_after_nodes(now_s, self._can_move() and self._stop is None)
             self._begin_due()
         if len(self._finished) == self.config.job_size and self._tally.phase is Phase.TRAINING and not self._ended:
             self._finish_run()
@@ -194,13 +199,17 @@ class Controller(Stopping):
 
     def _begin_due(self) -> None:
         """Begin the next move, if there is one and the job is ready for it."""
-        if self._tally.phase is Phase.TRAINING and len(self._started) == self.config.job_size and not self._finished:
+        if self._can_move() and self.successor is None:
             if self._stop is not None:
                 self._propose_stop()
                 return
             pending = self._schedule.pop_due(max(self._positions.values(), default=0))
             if pending is not None:
                 self._begin(pending)
+
+    def _can_move(self) -> bool:
+        return (self._tally.phase is Phase.TRAINING and len(self._started) == self.config.job_size
+                and not self._finished)
 
     def _begin(self, pending: Pending) -> None:
         self._current = pending
@@ -216,7 +225,7 @@ class Controller(Stopping):
                                 requested_s=self.timeline.clock())
         self._act(self._tally.request(plan))
 
-    def _request(self, text: str, origin: str) -> int:
+    def request_move(self, text: str, origin: str) -> int:
         """Take a request; returns its number. Raises UserError if it can't be done as things stand."""
         request = parse_vacate(text, need_iteration=False)
         if self._stop is not None:
@@ -236,7 +245,7 @@ class Controller(Stopping):
         """A request from outside (requests.py)."""
         try:
             if request["do"] == "vacate":
-                return {"id": self._request(request["vacate"], "request"), "phase": self._tally.phase.value}
+                return {"id": self.request_move(request["vacate"], "request"), "phase": self._tally.phase.value}
             if request["do"] == "end":
                 self._asked_to_end = request.get("why", "asked to end")  # not yet: the answer goes out first
                 return {"iteration": max(self._positions.values(), default=0)}
@@ -265,7 +274,9 @@ class Controller(Stopping):
                 "num_iterations": self.options.last_iteration(self.config.iterations),
                 "generation": self._tally.generation, "term": self.term, "controller": self.world.rank,
                 "move": self._current.text if self._current else None,
-                "queued": [p.text for p in self._schedule.waiting], "lost": sorted(roster.lost),
+                "queued": [p.text for p in self._schedule.waiting],
+                "lost": [r for r in sorted(roster.lost) if roster.hosts[r] not in roster.released],
+                "leaving": self._departures.describe(),
                 "hosts": {h: {"slots": list(roster.slots_on(h)), "spares": spares.count(h)}
                           for h in roster.host_names()}, "moves": self._record.moves}
 
@@ -275,12 +286,14 @@ class Controller(Stopping):
         """Hand the role to `successor`, with all that it must know, under the next term."""
         assert self.successor is not None
         self._server.close()
+        self._stop_watch()
         self.world.send(self.successor, {
             "kind": "INHERIT", "term": self.term + 1, "roster": self._tally.roster.to_json(),
             "generation": self._tally.generation, "num_moves": self._tally.number + 1,
             "record": self._record.to_json(), "schedule": self._schedule.to_json(),
             "positions": list(self._positions.items()), "finished": sorted(self._finished),
-            "stop": None if self._stop is None else self._stop.requeue})
+            "stop": None if self._stop is None else self._stop.requeue,
+            "departures": self._departures.to_json()})
 
     def inherit(self, record: Record) -> None:
         """Go on where the last controller resigned, and tell everybody."""
@@ -291,6 +304,7 @@ class Controller(Stopping):
         self._positions = {int(rank): position for rank, position in record["positions"]}
         self._finished = set(record["finished"])
         self._stop = None if record["stop"] is None else Stop(requeue=record["stop"])
+        self._departures.load_json(record["departures"])
         self._started = set(self._tally.roster.holders)
         self.timeline.add_event("controller", f"world rank {self.world.rank} is the controller, term {self.term}")
         self._broadcast("CONTROLLER", controller=self.world.rank)

@@ -246,6 +246,11 @@ class Groups(Handles):
         """After everybody has acknowledged the commit: close the old generation in the background, in one order."""
         self._closer.release()
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether communicators that nobody needs any more are still there."""
+        return self._closer.num_waiting > 0
+
     def resume(self, slots: Iterable[int], store_address: tuple[str, int] | None = None,
                timeout_s: float = 60.0) -> tuple[int, int]:
         """The move aborted at the boundary: old communicators that made room go on; closed ones (`lazy`) are rebuilt.

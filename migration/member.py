@@ -128,7 +128,7 @@ class Member:
         os._exit(code)
 
     def _on_beat(self, _record: Record) -> None:
-        self.tell("ALIVE")
+        self.tell("ALIVE", idle=self.part is None and not self.groups.is_closing)
 
     def _on_start(self, record: Record) -> None:
         self.started = record

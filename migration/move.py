@@ -5,6 +5,7 @@ earlier stage is late news and counts for nothing. Keeps the roster: one process
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 from migration.plan import MovePlan, Roster
@@ -110,6 +111,15 @@ class MoveTally:
         self.roster = self.roster.without(world_rank)
         self._waiting.discard(world_rank)
         return self.event(event, reason)
+
+    def avoid(self, hosts: Iterable[str]) -> None:
+        """Hosts that are to be left, as of now: no later move has a joiner there."""
+        self.roster = self.roster.avoiding(hosts)
+
+    def release(self, host: str) -> None:
+        """The processes of a host without slots have been told to end; none of them is in a move."""
+        assert self.phase is Phase.TRAINING, self.phase
+        self.roster = self.roster.release(host)
 
     def recount(self) -> tuple[Action, ...]:
         """After a loss: perhaps nobody is waited for any more."""

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+REQUEUE_CODE = 75  # of a run that is to be started again: EX_TEMPFAIL of sysexits.h
+
 from migration.schedule import Schedule
 
 # What --omit-state may name: the keys of state.KINDS and gradients.KIND, which need torch (a test holds them equal).
@@ -46,6 +48,8 @@ class Options:
     report: bool = True  # at the end
     save_at: int | None = None  # stop before this iteration with a checkpoint
     load: str = ""  # a checkpoint to start from, or a folder of them
+    watch_slurm: str = "auto"  # in a job of Slurm, its drained nodes are vacated; or off
+    slurm_poll_s: float = 5.0
     # for tests and experiments
     faults: tuple[str, ...] = ()
     omit_state: tuple[str, ...] = ()

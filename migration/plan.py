@@ -65,8 +65,10 @@ class Roster:
 
     hosts: tuple[str, ...]  # host of each world_rank
     holders: tuple[int, ...]  # world_rank that holds each slot
-    lost: frozenset[int] = frozenset()  # world ranks that no longer live
+    lost: frozenset[int] = frozenset()  # world ranks that no longer live, for whatever reason
     vacated: tuple[str, ...] = ()  # hosts that a move has left, the last one last
+    leaving: frozenset[str] = frozenset()  # hosts that are to be left: their spares live, but never join
+    released: frozenset[str] = frozenset()  # hosts whose processes have been ended because the host was given back
 
     def host_names(self) -> tuple[str, ...]:
         """In the order in which the hosts come first in the world."""
@@ -105,18 +107,36 @@ class Roster:
         """The roster once `world_rank` is lost: never a spare again. A slot that it holds stays its until a move."""
         return dataclasses.replace(self, lost=self.lost | {world_rank})
 
+    def avoiding(self, hosts: Iterable[str]) -> Roster:
+        """The roster when just `hosts` are to be left."""
+        return dataclasses.replace(self, leaving=frozenset(hosts))
+
+    def release(self, host: str) -> Roster:
+        """The roster once the processes of `host`, which holds no slot, have been told to end."""
+        assert not self.slots_on(host), f"{host} still holds slots {self.slots_on(host)}"
+        return dataclasses.replace(self, lost=self.lost | set(self.world_ranks_of(host)),
+                                   leaving=self.leaving - {host}, released=self.released | {host})
+
     def to_json(self) -> str:
         """Compact: hosts are run lengths, [["b0", 2], ...]."""
         runs = [[host, len(list(run))] for host, run in groupby(self.hosts)]
         return json.dumps({"hosts": runs, "holders": self.holders, "lost": sorted(self.lost),
-                           "vacated": self.vacated}, separators=(",", ":"))
+                           "vacated": self.vacated, "leaving": sorted(self.leaving),
+                           "released": sorted(self.released)}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Roster:
         fields = json.loads(text)
         return cls(hosts=tuple(host for host, count in fields["hosts"] for _ in range(count)),
                    holders=tuple(fields["holders"]), lost=frozenset(fields["lost"]),
-                   vacated=tuple(fields["vacated"]))
+                   vacated=tuple(fields["vacated"]), leaving=frozenset(fields["leaving"]),
+                   released=frozenset(fields["released"]))
+
+
+def choose_successor(roster: Roster) -> int:
+    """World rank of the next controller: the first that holds a slot on a host that stays, else the first."""
+    staying = [r for r in roster.holders if roster.hosts[r] not in roster.leaving]
+    return min(staying or roster.holders)
 
 
 def spread_hosts(names: Sequence[str], num_processes: int) -> tuple[str, ...]:
@@ -181,8 +201,8 @@ def plan_move(roster: Roster, request: VacateRequest) -> MovePlan:
     targets named, else of the hosts). Where no target is named, a host that no move has left yet comes before all
     that one has, and of those the one that was left longest ago: whoever vacated a host had a reason. What fits nowhere
     in one piece is spread over the hosts in order. A joiner is a living spare and never on a host that the request
-    leaves; only a named target can move a single process within its own host. Raises UserError for what can't be done;
-    nothing has changed then.
+    leaves, or that is to be left for another reason; only a named target can move a single process within its own host.
+    Raises UserError for what can't be done; nothing has changed then.
     """
     leavers_by_host = _leavers_by_host(roster, request)
     free = _free_spares(roster, request, frozenset(leavers_by_host))
@@ -246,9 +266,13 @@ def _free_spares(roster: Roster, request: VacateRequest, left: frozenset[str]) -
         _check_host(roster, request, target)
         if target in request.sources:
             raise UserError(f"vacate {request.text}: {target} is both vacated and moved to; name another target")
+        if target in roster.leaving:
+            raise UserError(f"vacate {request.text}: {target} is to be left itself (it is being drained or fails); name "
+                            "another target, or none")
         if request.targets.count(target) > 1:
             raise UserError(f"vacate {request.text}: target {target} is named twice; name each host once")
-    hosts = request.targets or tuple(sorted((host for host in roster.host_names() if host not in left),
+    avoided = left | roster.leaving
+    hosts = request.targets or tuple(sorted((host for host in roster.host_names() if host not in avoided),
                                             key=lambda host: _left_at(roster, request, host)))  # stable
     spares = {host: [r for r in roster.spares() if roster.hosts[r] == host] for host in hosts}
     return {host: ranks for host, ranks in spares.items() if ranks}

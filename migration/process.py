@@ -230,8 +230,11 @@ class Process:
     # ---- the control thread
 
     def _make_controller(self, roster: Roster, term: int) -> Controller:
-        return Controller(world=self.world, config=self.config, options=self.options, roster=roster, term=term,
+        made = Controller(world=self.world, config=self.config, options=self.options, roster=roster, term=term,
                           timeline=self.timeline, address=self._address(), on_end=self._on_end)
+        if self._started.slurm_job:
+            made.start_watch(self._started.slurm_job)
+        return made
 
     def _address(self) -> str:
         """Where other processes of the run reach this one."""

@@ -11,10 +11,9 @@ from typing import Any
 
 from migration.actions import Actions
 from migration.errors import UserError
+from migration.options import REQUEUE_CODE
 from migration.protocol import Event, Phase
 from migration.world import Record
-
-REQUEUE_CODE = 75  # of a run that is to be started again: EX_TEMPFAIL of sysexits.h
 
 
 @dataclass(slots=True, kw_only=True)

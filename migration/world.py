@@ -180,17 +180,14 @@ class World:
         # MPICH only: with its default (UCX) and polling like ours, records between hosts stayed away in 5 of 14 runs
         # for as long as we waited; with OFI in none of 50
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-        # of OFI's providers it takes "sockets" by itself, which hung in MPI_Init again and again (5 of 6) where several
-        # processes of several hosts started on a busy machine; "tcp" came up 30 times of 30. MPICH's own variable for
-        # it has no effect; this one is taken back below, since plugins of NCCL read it too
-        chosen = os.environ.get("FI_PROVIDER")
-        os.environ["FI_PROVIDER"] = chosen or "tcp"
+        # every process is a node of its own to MPI, as with the proxies of --np: with shared memory inside nodes, a busy
+        # machine's starts hung in MPI_Init (8 of 129; without it 0 of 123). OFI's other provider, "tcp", came up too,
+        # but there a send to a process that has died never returns
+        os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
         import mpi4py
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
         _init(MPI)
-        if chosen is None:
-            del os.environ["FI_PROVIDER"]
         self._mpi = MPI
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = MPI.COMM_WORLD.Dup()

@@ -19,6 +19,9 @@ AuthType=auth/munge
 # A requeued job waits until its old credentials have expired: {requeue_delay_s} s here, 120 s by default.
 AuthInfo=socket={folder}/munge.socket,cred_expire={requeue_delay_s}
 CredType=cred/munge
+# MPICH names its shared memory after the job's number, and all nodes of all clusters here share one /dev/shm: with jobs
+# of one number in two clusters, both hang in MPI_Init.
+FirstJobId={first_job_id}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -74,7 +77,7 @@ class LocalConf:
         return _TEMPLATE.format(
             folder=self.folder, machine=self.machine, controller_port=self.controller_port, nodes=nodes,
             num_nodes=len(self.node_ports), node_timeout_s=self.node_timeout_s, kill_wait_s=self.kill_wait_s,
-            requeue_delay_s=self.requeue_delay_s)
+            requeue_delay_s=self.requeue_delay_s, first_job_id=1000 * self.controller_port)
 
     def gres_conf(self) -> str:
         """The GPUs of the nodes: `gpu_files` must exist, or slurmd refuses them."""
