@@ -33,6 +33,7 @@ ARMS = {  # the naive one last: the others are compared with it
     "connected": ("--nccl-switch", "connected"), "connected in the pause": ("--connect", "pause"),
     "parked": ("--nccl-switch", "parked"), "naive": ("--arm", "naive")}
 EQUAL = "Losses, gradient norms and final digests equal those of the same job left alone, bit for bit."
+_ROUNDS_SHARE = 0.6  # of the time box: the rest is for the start and for the same job left alone
 HOSTS = ("--hosts", "b0,b1,b2,b3")
 MOVES = ("--np", "8", *HOSTS)
 M24 = ("--np", "32", *HOSTS, "--set", "tp=4", "--set", "pp=2", "--set", "dp=3")
@@ -145,14 +146,15 @@ def state(bench: Bench) -> Iterable[Section]:
 
 def beside(bench: Bench) -> Iterable[Section]:
     switch = "parked" if bench.can_park else "connected"
-    arguments = {"rounds": bench.args.rounds, "beside": bench.args.beside, "alone": bench.args.alone, "switch": switch,
+    arguments = {"rounds": bench.args.rounds, "rounds_s": bench.left_s(580.0) * _ROUNDS_SHARE,
+                 "beside": bench.args.beside, "alone": bench.args.alone, "switch": switch,
                  "settings": [*BESIDE[bench.on_gpu], *bench.args.beside_set]}
     rows = run_ranks("analysis.prepare_beside:beside", world=2, hosts=_own_gpus(bench), device=bench.device,
                      timeout_s=bench.left_s(580.0), arguments=arguments, environment=bench.environment)
     bound = len(bench.machine.gpus) >= 2
     figures, problem = beside_figures(rows, bound=bound, parked=switch == "parked")
-    told = (f"{bench.args.rounds} rounds without a hang; {rows[0]['num_losses']} iterations; {rows[0]['num_groups']} "
-            f"groups; {'parked' if bench.can_park else 'not parked'}; {' '.join(arguments['settings'])}.")
+    told = (f"{len(rows[0]['rounds'])} rounds without a hang; {rows[0]['num_losses']} iterations; "
+            f"{rows[0]['num_groups']} groups; {'parked' if bench.can_park else 'not parked'}; {' '.join(arguments['settings'])}.")
     shared = "" if bound else "The ranks share a processor or a GPU: slowdown and memory are not judged."
     yield _section(bench, "Preparing beside training, two ranks", figures, problem=problem,
                    notes=(told, "" if problem else EQUAL, shared))

@@ -35,7 +35,8 @@ def config_of(sizes: Mapping[str, Any], settings: list[str]) -> Config:
 
 
 def build_groups(own: Rank, switch: str) -> Groups:
-    return Groups(own.device, build_maker(own.device, switch, connect_in_background=False))
+    """Closed without a pause in between, so that rounds follow each other soon."""
+    return Groups(own.device, build_maker(own.device, switch, connect_in_background=False), close_pause_s=0.0)
 
 
 def build_job(config: Config, slot: int, groups: Groups) -> Job:
@@ -45,7 +46,8 @@ def build_job(config: Config, slot: int, groups: Groups) -> Job:
 
 
 def beside(own: Rank) -> dict[str, Any]:
-    """Arguments: settings, rounds, switch, beside (iterations from a preparation on), alone (those after it).
+    """Arguments: settings, rounds, rounds_s (no round begins later), switch, beside (iterations from a preparation on),
+    alone (those after it).
 
     Returns iterations as [kind (gpu_figures.KINDS), seconds], rounds as {name: [...]}, resources after each round,
     and what differs from the job left alone, empty if nothing does.
@@ -95,7 +97,10 @@ class _Course:
         job.broadcast_parameters()
         job.tie_embeddings()
         self._train(job, WARM_UP, None, "after_join")
+        ends_s = time.monotonic() + own.arguments["rounds_s"]
         for i in range(self._num_rounds):
+            if not self._goes_on(i, ends_s):
+                break
             self._round(job, i)
         self._train(job, self._num_iterations - len(self.losses), None, "undisturbed")
         job.finish()
@@ -104,6 +109,13 @@ class _Course:
         del job
         close_job(groups)
         wait_for(lambda: groups.num_communicators <= num_held, HANG_S, f"the job {name} to close its groups")
+
+    def _goes_on(self, number: int, ends_s: float) -> bool:
+        """Rank 0's clock decides for all."""
+        key = f"round {number} goes on"
+        if self._own.rank == 0:
+            self._own.store.set(key, str(int(time.monotonic() < ends_s)))
+        return self._own.store.get(key) == b"1"
 
     def _round(self, job: Job, number: int) -> None:
         preparer = Preparer(self._own, self._groups, number, self._config.job_size)
