@@ -51,12 +51,14 @@ def train(job: Job, process: Process) -> bool:
         iteration, samples, consumed = job.iteration, job.cursor.samples_digest(), job.cursor.consumed_samples
         result = job.take_step()
         end_s = clock()
+        disturbed = disturbed or member.part is not None
+        own_s = process.own_s(end_s - start_s)
         process.timeline.add_iteration(
             iteration=iteration, slot=job.slot, generation=member.generation, start_s=start_s, time_s=end_s - start_s,
             boundary_s=start_s - arrived_s, loss=result.loss, grad_norm=result.grad_norm, skipped=result.skipped,
             consumed_samples=consumed, samples=samples, num_groups=job.groups.num_communicators,
-            device_bytes=process.device_bytes(), disturbed=disturbed or member.part is not None)
-        process.report_progress(job, result, end_s - start_s)
+            device_bytes=process.device_bytes(), disturbed=disturbed, own_s=own_s)
+        process.report_progress(job, result, end_s - start_s, None if disturbed else own_s)
     return True
 
 
@@ -68,6 +70,7 @@ def live(process: Process, config: Config) -> None:
     while True:
         if job is None:
             job = wait_for_slot(process.member, config, process.samples)
+        process.hold_slot(job)
         if train(job, process):
             process.finish(job)
         process.member.wait_retired()
@@ -155,8 +158,11 @@ def end(code: int) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Dispatch: a command, the launcher (--np), or one process under mpirun."""
+    """Dispatch: a command, an experiment, the launcher (--np), or one process under mpirun."""
     from migration import commands
+    if any(argument.partition("=")[0] == "--experiment" for argument in argv):
+        from analysis.experiments import main as run_experiment
+        return run_experiment(argv)
     launchers = [name for name in RANK_VARIABLES if name in os.environ]
     starts_itself = any(argument == "--np" or argument.startswith("--np=") for argument in argv)
     # the shell of a batch job has a rank of Slurm's too, and --np may be typed there

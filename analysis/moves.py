@@ -16,6 +16,7 @@ from analysis.measures import (PHASE_ORDER, SpanTime, compute_span_times, comput
                                job_iterations)
 
 TRANSFER = "transfer"  # name of the spans in which state is sent or received
+FOLLOW = "follow"  # of the span in which a joiner takes what comes beside training
 BYTES_PER_GB = 1e9
 
 
@@ -77,6 +78,7 @@ class MoveFigures:
 
     move: int
     request: str
+    arm: str
     outcome: str
     reason: str
     iteration: int | None
@@ -94,6 +96,7 @@ class MoveFigures:
     spans: list[SpanTime]
     transfers: list[Transfer]
     transfer_bytes: int
+    ahead_bytes: int  # that came beside training, all pairs
     transfer_gb_per_s: float | None  # all pairs, first start to last end, of the phase with the most bytes
     stages: list[StageCost]
     memory: list[MemoryPeak]
@@ -124,6 +127,7 @@ def compute_move(run: Run, move: int, row: np.void | None) -> MoveFigures:
     first = times["time_s"][times["iteration"] == iteration]
     return MoveFigures(
         move=move, request="?" if row is None else text(row["request"]),
+        arm="" if row is None else text(row["arm"]),
         outcome="UNFINISHED" if row is None else text(row["outcome"]),
         reason="no end was logged: the run goes on, or was killed" if row is None else text(row["reason"]),
         iteration=iteration, generation=None if row is None else int(row["generation"]),
@@ -132,7 +136,9 @@ def compute_move(run: Run, move: int, row: np.void | None) -> MoveFigures:
         num_groups_rebuilt=0 if row is None else int(row["num_groups_rebuilt"]),
         num_groups_kept=0 if row is None else int(row["num_groups_kept"]), assignments=assignments,
         spans=compute_span_times(spans), transfers=transfers,
-        transfer_bytes=sum(transfer.bytes for transfer in transfers), transfer_gb_per_s=_total_rate(transfers),
+        transfer_bytes=sum(transfer.bytes for transfer in transfers),
+        ahead_bytes=int(spans["bytes"][spans["name"] == FOLLOW.encode()].sum()),
+        transfer_gb_per_s=_total_rate(transfers),
         stages=compute_stages(run.communicators[(run.communicators["move"] == move) & (move >= 0)]),
         memory=_compute_memory(run, assignments, requested_s, end_s),
         preparing=None if not len(spans) else _compute_preparing(

@@ -72,6 +72,7 @@ def _draw(run: Run, folder: Path) -> list[Path]:
 
 def _format_move(run: Run, move: MoveFigures) -> str:
     lines = [(f"move {move.move}" if move.move >= 0 else "request") + f": {move.request}  {move.outcome}"
+             + (f" by arm {move.arm}" if move.arm not in ("", "full") else "")
              + (f" at iteration {move.iteration}" if move.iteration is not None else "")
              + (f", generation {move.generation}" if move.generation is not None else "")
              + (f" (controller's term {move.term})" if move.term else "")]

@@ -15,6 +15,9 @@ part.py (a process's part), preparation.py and switchover.py (what it does in th
 fit for its slot), handles.py, groups.py, communicators/ and stores.py (process groups that outlive their communicator),
 costs.py (what those take), state.py (everything that moves), digest.py (whether it came over whole), faults.py.
 
+Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of
+each experiment).
+
 Without a move: checkpoint.py (the whole state through Megatron's distributed checkpoint), checkpoint_files.py (which
 one counts, and where a run starts), stopping.py (how a running job is asked to save and end).
 
@@ -32,5 +35,6 @@ forkserver.py and zygote.py (one machine, one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
 communicators. Nothing here imports harness. protocol, move, schedule, plan, topology, config, profiles,
-sizes, slurm_nodes, departures, options, checkpoint_files and errors import the standard library and numpy only.
+sizes, slurm_nodes, departures, options, checkpoint_files, straggler, experiments and errors import the standard
+library and numpy only.
 """

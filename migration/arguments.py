@@ -15,6 +15,7 @@ from migration.faults import parse_fault
 from migration.options import AT_THE_CUT, STATE_KINDS, Options
 from migration.plan import parse_vacate
 from migration.profiles import get_profile
+from migration.straggler import FACTOR, IN_A_ROW, parse_slow
 
 DEFAULT_PROFILE = "tiny_TP2_PP1"
 
@@ -33,6 +34,7 @@ commands beside a run (each has --help):
   python harness.py check   --profile P --hosts b0,b1,b2,b3 --np 8      can these processes run it? (or under mpirun)
   python harness.py sync    --to DIR                  this code, as committed, to every node
   python harness.py demo                              an undisturbed run, a run with a move, and their comparison
+  python harness.py --experiment NAME                 ablation, rebalance, straggler, ... (--experiment NAME --help)
 afterwards: python -m analysis.report RUN, python -m analysis.compare RUN_A RUN_B
 A running process answers SIGUSR2 by asking that its own host be vacated."""
 
@@ -133,6 +135,10 @@ def _add_moves(parser: Parser) -> None:
                        "%(default)s)")
     moves.add_argument("--slurm-poll", type=float, default=5.0, metavar="S", help="look at Slurm every S seconds "
                        "(default: %(default)g)")
+    moves.add_argument("--find-stragglers", action="store_true", help="compare what each process works by itself in an "
+                       f"iteration, and name one that takes {FACTOR:g} times as long as its peers in {IN_A_ROW} "
+                       "iterations in a row")
+    moves.add_argument("--auto-evict", action="store_true", help="the same, and vacate its host")
 
 
 def _add_deadlines(parser: Parser) -> None:
@@ -159,6 +165,8 @@ def _add_experiments(parser: Parser) -> None:
                        "least S seconds")
     tests.add_argument("--slow-checkpoint", type=float, default=0.0, metavar="S", help="a checkpoint takes S seconds "
                        "more before it is finished")
+    tests.add_argument("--slow", action="append", default=[], metavar="SLOT:FACTOR@ITERATION", help="the process that "
+                       "holds SLOT then works FACTOR times as long from there on, in whatever slot; repeatable")
 
 
 def _default_limits() -> str:
@@ -200,6 +208,8 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
     for text in args.fault:
         if parse_fault(text).kind == "slow" and args.accept == NONE:
             raise UserError(f"--fault {text}: with --accept {NONE} nobody measures a joiner's speed")
+    for text in args.slow:
+        parse_slow(text, config.job_size)
     for device in DEFAULTS:
         parse_limits(args.accept, device)
     for kind in args.omit_state:
@@ -234,6 +244,7 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         report=not args.no_report, accept=args.accept, switch=args.nccl_switch, connect=args.connect,
         allow_lazy=args.allow_lazy, pins=args.nccl_pin,
         load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state),
+        find_stragglers=args.find_stragglers or args.auto_evict, auto_evict=args.auto_evict, slow=tuple(args.slow),
         slow_joiner_s=args.slow_joiner, slow_checkpoint_s=args.slow_checkpoint,
         watch_slurm=args.watch_slurm, slurm_poll_s=args.slurm_poll,
         warm_up=args.warm_up, record_limit_mib=args.record_limit,

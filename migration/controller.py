@@ -20,7 +20,9 @@ from migration.protocol import Action, Event, Phase
 from migration.record import MoveRecord
 from migration.schedule import Pending
 from migration.stopping import Stop, Stopping
+from migration.straggler import Detector, Straggler
 from migration.timeline import Timeline
+from migration.topology import grid_of
 from migration.world import Record, World
 
 
@@ -37,6 +39,7 @@ class Controller(Stopping, Leaving):
         self._ready: set[int] = set()
         self._is_starting = term > 0  # the first generation is being built, or has been
         self._started: set[int] = set()
+        self._detector = Detector([grid_of(config).coordinates(slot).pp for slot in range(config.job_size)])
         self._asked_to_end = ""
         self._fatal: tuple[float, str, int] | None = None  # when to end the job, why, and its exit code
 
@@ -77,6 +80,21 @@ class Controller(Stopping, Leaving):
         if "loss" in record:
             self._times_s.append(record["time_s"])
             self._record.progress(record, self._tally.generation, self._phase_text())
+        if self.options.find_stragglers:
+            for found in self._detector.take(iteration=record["iteration"] - 1, slot=record["slot"],
+                                             world_rank=record["from"], own_s=record["own_s"]):
+                self._tell_straggler(found)
+
+    def _tell_straggler(self, found: Straggler) -> None:
+        host = self._tally.roster.hosts[found.world_rank]
+        told = found.describe(host)
+        self.timeline.add_event("straggler", told)
+        self._say(told)
+        if self.options.auto_evict:
+            try:
+                self._request(host, "--auto-evict")
+            except UserError as error:
+                self._say(f"request refused: {error}")
 
     def _phase_text(self) -> str:
         if self._current is None:
@@ -221,8 +239,8 @@ class Controller(Stopping, Leaving):
             self._current = None
             return
         self._acceptance = Acceptance(plan, self._tally.roster.hosts, self.options.accept)
-        self._move = MoveRecord(request=pending.text, request_id=pending.id, plan=plan, term=self.term,
-                                requested_s=self.timeline.clock())
+        self._move = MoveRecord(request=pending.text, arm=pending.arm_name, request_id=pending.id, plan=plan,
+                                term=self.term, requested_s=self.timeline.clock())
         self._act(self._tally.request(plan))
 
     def request_move(self, text: str, origin: str) -> int:

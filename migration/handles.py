@@ -13,17 +13,20 @@ import torch.distributed as dist
 
 from migration.communicators.sandbox import SandboxCommunicator
 from third_party.pytorch import process_group as wiring
+from third_party.pytorch.timed_group import TimedGroup, Waits
 
 
 class Handles:
     """One object in a process, since torch keeps a backend's creator for ever."""
 
     def __init__(self) -> None:
+        self.waits: Waits | None = None  # where it is measured how long this process waits in its groups
         self.handles: dict[str, wiring.MigratableGroup] = {}
         wiring.register(self._create_handle)
 
     def _create_handle(self, name: str, group_rank: int, slots: tuple[int, ...]) -> wiring.MigratableGroup:
-        handle = wiring.MigratableGroup(name, group_rank, slots)
+        handle = (wiring.MigratableGroup(name, group_rank, slots) if self.waits is None
+                  else TimedGroup(name, group_rank, slots, self.waits))
         communicator = SandboxCommunicator(name, slots, group_rank)
         communicator.prepare()
         handle.inner = communicator.inner

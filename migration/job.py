@@ -74,6 +74,7 @@ class Job:
         self.grad_norm = float("nan")  # of the last step
         self.stepped = True  # whether the last step was taken, or skipped for an overflow
         self.history = History()
+        self.before_forward: Callable[[], None] = lambda: None
         self._is_unwanted: Callable[[], bool] | None = None  # of a shadow iteration
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._data_group = parallel_state.get_data_parallel_group()
@@ -138,6 +139,7 @@ class Job:
     def _forward_step(self, iterator: Any, model: Any) -> Any:
         if self._is_unwanted is not None and self._is_unwanted():
             raise ShadowUnwanted(f"slot {self.slot}: the shadow iteration is not wanted any more")
+        self.before_forward()
         tokens = next(iterator)
         positions = self._positions.expand(tokens.shape[0], -1)
         output = model(tokens[:, :-1], positions, self._mask, labels=tokens[:, 1:])

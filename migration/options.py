@@ -55,6 +55,9 @@ class Options:
     omit_state: tuple[str, ...] = ()
     slow_joiner_s: float = 0.0
     slow_checkpoint_s: float = 0.0
+    find_stragglers: bool = False  # each slot reports what it works by itself, and the controller compares
+    auto_evict: bool = False  # and vacates the host of one that is slow
+    slow: tuple[str, ...] = ()  # SLOT:FACTOR@ITERATION: see straggler.py
 
     def last_iteration(self, num_iterations: int) -> int:
         """The number of iterations after which this run ends: all, or those before `save_at`."""

@@ -32,6 +32,7 @@ from migration.job import IterationResult, Job
 from migration.member import Member
 from migration.placement import take_gpu
 from migration.plan import Roster
+from migration.own_time import build_own_time
 from migration.recording import Recorder, Recording, recording_path, save_recording
 from migration.stores import connect_store
 from migration.timeline import Clock, Timeline
@@ -61,6 +62,8 @@ class Process:
                             connect_in_background=self.options.connect == "background")
         self._tell_communicators(maker)
         self.groups = Groups(device.current_device(), maker)
+        self._own_time = build_own_time(config, self.options)
+        self.groups.waits = None if self._own_time is None else self._own_time.waits
         self.member = Member(world=world, groups=self.groups, timeline=self.timeline, options=self.options,
                              address=self._address())
         self.member.slot = started.roster.slot_of(world.rank)
@@ -186,13 +189,33 @@ class Process:
         except OSError as error:
             self.timeline.add_event("error", f"slot {recording.slot}: its recording can't be written: {error}")
 
-    def report_progress(self, made: Job, result: IterationResult, time_s: float) -> None:
-        """Tell the controller where training is; the first slot of the last stage adds the loss."""
+    def hold_slot(self, made: Job) -> None:
+        """This process is about to train in the slot."""
+        if self._own_time is not None:
+            made.before_forward = self._own_time.delay
+            self._own_time.waits.take()  # what was waited before
+            self._get_slow(made)
+
+    def _get_slow(self, made: Job) -> None:
+        assert self._own_time is not None
+        if told := self._own_time.begin(made.slot, made.iteration):
+            self.timeline.add_event("slow", told)
+
+    def own_s(self, time_s: float) -> float | None:
+        """Of an iteration of `time_s`, what this process did not spend waiting for others; None: nobody asks."""
+        return None if self._own_time is None else self._own_time.take(time_s)
+
+    def report_progress(self, made: Job, result: IterationResult, time_s: float, own_s: float | None) -> None:
+        """Tell the controller where training is; the first slot of the last stage adds the loss. `own_s`: None if the
+        iteration was disturbed."""
         if self._end_recording is not None:
             self._end_recording(result)
             self._end_recording = None
         first_of_last_stage = self.config.job_size - self.config.tp * self.config.dp
         extra = {"loss": result.loss, "time_s": time_s} if made.slot == first_of_last_stage else {}
+        if self._own_time is not None:
+            self._get_slow(made)
+            extra |= {"slot": made.slot, "own_s": own_s}
         self.member.tell("PROGRESS", iteration=made.iteration, **extra)
 
     def is_checkpoint_due(self, made: Job) -> bool:

@@ -40,6 +40,23 @@ def tiny_tp1_pp2() -> Config:
     return Config(profile="tiny_TP1_PP2", tp=1, pp=2, dp=2)
 
 
+def tiny_tp4_pp2() -> Config:
+    """24 slots, the grid of the research system's m24 run, with the model of the CPU tests."""
+    return Config(profile="tiny_TP4_PP2", tp=4, pp=2, dp=3)
+
+
+def one_rank_20gb() -> Config:
+    """1.65 billion parameters on a single slot: 23 GB of state, to see what a move takes without any group work.
+
+    An iteration is 64 samples of 2048 tokens: 6 x 1.65e9 x 131072 = 1.3e15 operations, about 5 s of an H200.
+    Activations of a micro-batch of 2 are about 26 GB (formula of gpt_neox_20b_tp4_pp2).
+    """
+    return Config(profile="one_rank_20GB", tp=1, pp=1, dp=1, num_layers=24, hidden_size=2304, num_attention_heads=18,
+                  seq_length=2048, vocab_size=51200, dropout=0.0, micro_batch_size=2, num_microbatches=32,
+                  overlap_grad_reduce=True, overlap_param_gather=True, lr=2.0e-4, min_lr=2.0e-5, warmup_iterations=500,
+                  decay_iterations=100_000, iterations=100)
+
+
 def gpt_neox_20b_tp4_pp2() -> Config:
     """GPT-NeoX-20B (Black et al. 2022): rotary positions, untied output weight, no dropout.
 
@@ -80,6 +97,8 @@ PROFILES: dict[str, Callable[[], Config]] = {
     "tiny_TP2_PP1": tiny_tp2_pp1,
     "tiny_TP2_PP2": tiny_tp2_pp2,
     "tiny_TP1_PP2": tiny_tp1_pp2,
+    "tiny_TP4_PP2": tiny_tp4_pp2,
+    "one_rank_20GB": one_rank_20gb,
     "20B_TP4_PP2": gpt_neox_20b_tp4_pp2,
     "20B_TP1_PP8": gpt_neox_20b_tp1_pp8,
     "39B_TP4_PP2": gpt_39b_tp4_pp2,
@@ -98,8 +117,8 @@ def get_profile(name: str) -> Config:
 
 
 def ranks_per_host(config: Config) -> int:
-    """Ranks of one host in the setting that the profile is for: 8 GPUs, or 2 processes of a virtual host."""
-    return _RANKS_PER_HOST if config.job_size > _RANKS_PER_HOST else _TINY_RANKS_PER_HOST
+    """Ranks of one host in the setting that the profile is for: 8 GPUs, or up to 2 processes of a virtual host."""
+    return _RANKS_PER_HOST if config.job_size > _RANKS_PER_HOST else min(_TINY_RANKS_PER_HOST, config.job_size)
 
 
 def describe_profiles() -> str:

@@ -28,6 +28,7 @@ class MoveRecord:
 
     request: str
     request_id: int
+    arm: str
     plan: MovePlan
     term: int
     requested_s: float
@@ -71,7 +72,8 @@ class MoveRecord:
             reason += f"; {self.restored}"
         if not tally.bits_kept:
             reason += "sums on the new communicators have other bits than on the old ones"
-        return {"move": tally.number, "request": self.request, "outcome": "COMMITTED" if committed else "ABORTED",
+        return {"move": tally.number, "request": self.request, "arm": self.arm,
+                "outcome": "COMMITTED" if committed else "ABORTED",
                 "reason": reason, "iteration": tally.position if committed else -1, "generation": tally.generation,
                 "term": self.term, "requested_s": self.requested_s, "setup_s": self.ready_s - self.requested_s,
                 "downtime_s": max(self.resumed_s) - max(self.arrived_s) if committed else math.nan,
@@ -137,7 +139,7 @@ class RunRecord:
 
     def refuse(self, request: str, request_id: int, reason: str, generation: int, term: int) -> None:
         """A request that never became a move."""
-        self._add({"move": -1, "request": request, "outcome": "REFUSED", "reason": reason, "iteration": -1,
+        self._add({"move": -1, "request": request, "arm": "", "outcome": "REFUSED", "reason": reason, "iteration": -1,
                    "generation": generation, "term": term, "requested_s": self.clock(), "setup_s": math.nan,
                    "downtime_s": math.nan, "total_s": math.nan, "bytes": 0, "num_groups_rebuilt": 0,
                    "num_groups_kept": 0, "assignments": []}, request_id)

@@ -1,4 +1,4 @@
-"""The log of one process: spans, iterations, moves, digests and events in one HDF5 file, schema version 2.
+"""The log of one process: spans, iterations, moves, digests and events in one HDF5 file, schema version 3.
 
 Owns the schema (names, types, units) and the one open file of this process. Must not know torch, MPI, or what a span
 means: callers name it. Readers (analysis/log.py) import the schema from here, so that it is written down once.
@@ -24,7 +24,7 @@ import numpy as np
 
 from migration.errors import UserError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MIN_UNDISTURBED = 3  # iterations before there is a median to measure a stall against
 CHUNK_BYTES = 8192  # each flush writes a whole chunk: small ones keep an append cheap
 
@@ -39,6 +39,7 @@ ITERATIONS: Schema = (
     ("samples", "S32", "hex digest"), ("rss_bytes", "i8", "bytes"), ("device_bytes", "i8", "bytes, 0 on CPU"),
     ("num_groups", "i4", "communicators"), ("num_fds", "i4", "count"), ("num_threads", "i4", "count"),
     ("disturbed", "i1", "0 or 1: 1 is left out of the median of stall_s"),
+    ("own_s", "f8", "s not spent waiting for others, NaN: not measured"),
 )
 SPANS: Schema = (
     ("move", "i4", "index, -1: none"), ("phase", "S16", "text"), ("name", "S32", "text"),
@@ -47,7 +48,8 @@ SPANS: Schema = (
     ("rss_bytes", "i8", "bytes at end_s"),
 )
 MOVES: Schema = (
-    ("move", "i4", "index"), ("request", "S128", "text"), ("outcome", "S16", "COMMITTED, ABORTED or REFUSED"),
+    ("move", "i4", "index"), ("request", "S128", "text"), ("arm", "S24", "text"),
+    ("outcome", "S16", "COMMITTED, ABORTED or REFUSED"),
     ("reason", "S256", "text"), ("iteration", "i4", "index, -1: none"), ("generation", "i4", "index after the move"),
     ("term", "i4", "index"), ("requested_s", "f8", "unix s"), ("setup_s", "f8", "s, NaN: never ready"),
     ("downtime_s", "f8", "s, NaN: none"), ("total_s", "f8", "s, NaN: not committed"),
@@ -121,11 +123,12 @@ class Timeline:
     def add_iteration(self, *, disturbed: bool, **columns: float | int | str | None) -> None:
         """Adds a row of ITERATIONS. `disturbed`: a move went on beside it, so it says nothing about the usual time.
 
-        `stall_s` is computed here. `rss_bytes`, `num_fds`, `num_threads` are measured and `device_bytes` is 0 unless
-        given; None stands for NaN.
+        `stall_s` is computed here. `rss_bytes`, `num_fds`, `num_threads` are measured, `device_bytes` is 0 and `own_s`
+        None unless given; None stands for NaN.
         """
         rss_bytes, num_fds, num_threads = process_counts()
-        row = {"rss_bytes": rss_bytes, "num_fds": num_fds, "num_threads": num_threads, "device_bytes": 0, **columns}
+        row = {"rss_bytes": rss_bytes, "num_fds": num_fds, "num_threads": num_threads, "device_bytes": 0,
+               "own_s": None, **columns}
         whole_s = row["time_s"] + row["boundary_s"]
         with self._lock:
             row["stall_s"], row["disturbed"] = self._compute_stall_s(whole_s), int(disturbed)

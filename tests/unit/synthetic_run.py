@@ -109,7 +109,8 @@ def _add_move(timelines: list[Timeline], origin_s: float, outcome: str) -> None:
     committed = outcome == "COMMITTED"
     timelines[0].add_event("request", "b1->b3@12", move=0)
     timelines[0].add_move(
-        move=0, request="b1->b3@12", outcome=outcome, reason="" if committed else "w6: the joiner raised ValueError",
+        move=0, request="b1->b3@12", arm="full", outcome=outcome,
+        reason="" if committed else "w6: the joiner raised ValueError",
         iteration=BOUNDARY if committed else -1, generation=int(committed), term=0, requested_s=requested_s,
         setup_s=2.9, downtime_s=PAUSE_S if committed else None,
         total_s=boundary_s + PAUSE_S - requested_s if committed else None,

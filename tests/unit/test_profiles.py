@@ -6,13 +6,14 @@ import pytest
 from migration.config import validate
 from migration.errors import UserError
 from migration.profiles import PROFILES, describe_profiles, get_profile, ranks_per_host
+from migration.sizes import slot_state_bytes
 from migration.topology import stage_layers
 
 TINY = [name for name in PROFILES if name.startswith("tiny")]
-REAL = [name for name in PROFILES if not name.startswith("tiny")]
+REAL = [name for name in PROFILES if not name.startswith("tiny") and name != "one_rank_20GB"]
 
 
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("name", [*TINY, *REAL])
 def test_profile_is_valid_and_carries_its_own_name(name: str) -> None:
     config = get_profile(name)
     validate(config)
@@ -22,12 +23,12 @@ def test_profile_is_valid_and_carries_its_own_name(name: str) -> None:
 
 
 def test_all_that_were_promised_are_there() -> None:
-    assert set(PROFILES) == {"tiny_TP2_PP1", "tiny_TP2_PP2", "tiny_TP1_PP2", "20B_TP4_PP2", "20B_TP1_PP8",
-                             "39B_TP4_PP2", "7B_TP2_PP2"}
+    assert set(PROFILES) == {"tiny_TP2_PP1", "tiny_TP2_PP2", "tiny_TP1_PP2", "tiny_TP4_PP2", "20B_TP4_PP2",
+                             "20B_TP1_PP8", "39B_TP4_PP2", "7B_TP2_PP2", "one_rank_20GB"}
 
 
 @pytest.mark.parametrize("name, dp, job_size", [("tiny_TP2_PP1", 3, 6), ("tiny_TP2_PP2", 1, 4), ("tiny_TP1_PP2", 2, 4),
-                                                ("20B_TP4_PP2", 3, 24), ("20B_TP1_PP8", 3, 24),
+                                                ("tiny_TP4_PP2", 3, 24), ("20B_TP4_PP2", 3, 24), ("20B_TP1_PP8", 3, 24),
                                                 ("39B_TP4_PP2", 3, 24), ("7B_TP2_PP2", 3, 12)])
 def test_grid(name: str, dp: int, job_size: int) -> None:
     config = get_profile(name)
@@ -46,7 +47,15 @@ def test_uneven_stages_of_the_eight_stage_profile() -> None:
     assert stage_layers(get_profile("20B_TP1_PP8")) == (4, 6, 6, 6, 6, 6, 6, 4)
 
 
-@pytest.mark.parametrize("name, hosts", [("tiny_TP2_PP1", 2), ("tiny_TP2_PP2", 2), ("20B_TP4_PP2", 8),
+def test_one_rank_has_more_than_20_gb_to_move() -> None:
+    config = get_profile("one_rank_20GB")
+    validate(config)
+    assert config.profile == "one_rank_20GB" and config.job_size == 1
+    assert 20e9 < slot_state_bytes(config, 0).total < 25e9
+
+
+@pytest.mark.parametrize("name, hosts", [("one_rank_20GB", 1), ("tiny_TP4_PP2", 8), ("tiny_TP2_PP1", 2),
+                                         ("tiny_TP2_PP2", 2), ("20B_TP4_PP2", 8),
                                          ("7B_TP2_PP2", 8)])
 def test_ranks_of_a_host(name: str, hosts: int) -> None:
     assert ranks_per_host(get_profile(name)) == hosts

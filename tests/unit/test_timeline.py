@@ -97,7 +97,7 @@ def test_no_folder_no_logs_and_another_schema_are_errors(tmp_path: Path) -> None
     run = make_run(tmp_path / "run")
     with h5py.File(run / "log" / "w0001.h5", "r+", libver="latest") as file:
         file.attrs["schema_version"] = SCHEMA_VERSION + 1
-    with pytest.raises(UserError, match="w0001.h5: a log of schema version 3"):
+    with pytest.raises(UserError, match="w0001.h5: a log of schema version 4"):
         read_run(run)
 
 
@@ -117,7 +117,7 @@ def test_a_slot_over_two_files_is_one_series(tmp_path: Path) -> None:
 def test_schema_units_and_attributes_are_in_the_file(tmp_path: Path) -> None:
     open_timeline(tmp_path).close()
     with h5py.File(tmp_path / "log" / "w0000.h5") as file:
-        assert file.attrs["schema_version"] == 2 and file.attrs["pid"] == os.getpid()
+        assert file.attrs["schema_version"] == 3 and file.attrs["pid"] == os.getpid()
         assert json.loads(file.attrs["hosts"]) == HOSTS
         for name, schema in DATASETS.items():
             assert json.loads(file[name].attrs["units"]) == {column: unit for column, _, unit in schema}
@@ -186,7 +186,8 @@ def test_refused_requests_stay_and_a_later_term_replaces_a_move(tmp_path: Path) 
                "bytes": 0, "num_groups_rebuilt": 0, "num_groups_kept": 0, "assignments": [[2, 2, 6]]}
     for move, term, outcome, requested_s in ((-1, 0, "REFUSED", 3.0), (-1, 0, "REFUSED", 1.0), (0, 0, "ABORTED", 2.0),
                                              (0, 1, "COMMITTED", 2.0)):
-        timeline.add_move(move=move, term=term, outcome=outcome, requested_s=requested_s, request="b1", **columns)
+        timeline.add_move(move=move, term=term, outcome=outcome, requested_s=requested_s, request="b1", arm="full",
+                          **columns)
     timeline.close()
     moves = read_run(tmp_path).moves
     assert moves["outcome"].tolist() == [b"REFUSED", b"COMMITTED", b"REFUSED"]
