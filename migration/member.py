@@ -1,24 +1,19 @@
-"""A process's part in moves: what it does when the controller says so, and where its training thread may stop.
+"""A process's part in moves: what it does when the controller says so.
 
-Records come in on the control thread (`on_record`), communicators are built on a prepare thread, and the training
-thread calls `at_boundary` at the top of every iteration, the only place where the membership may change. A position
-is (iteration, at its start); it is checked and set under one lock. A member that has accepted a position waits there
-for the verdict and never guesses one.
-
-Knows nothing of MPI (world.py) and decides nothing (controller.py).
+Records come in on the control thread (`on_record`), communicators are built on a prepare thread, and where the training
+thread may stop is in stops.py. Knows nothing of MPI (world.py) and decides nothing (controller.py).
 """
 from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from migration import leader, preparation, proof, switchover
+from migration import preparation
 from migration.acceptance import Figures
-from migration.arms import ARMS, boundary, cut
+from migration.arms import ARMS, boundary
 from migration.communicators.base import Communicator
 from migration.costs import log_costs, take_costs
 from migration.errors import MoveFailed
@@ -29,36 +24,30 @@ from migration.move import Report
 from migration.options import Options
 from migration.part import Part
 from migration.plan import MovePlan
+from migration.stops import Stops
 from migration.timeline import Timeline
 from migration.world import Record, World
 
-if TYPE_CHECKING:
-    from migration.job import Job
 
 _LAST_SENDS_S = 1.0
 
 
-class Member:
+class Member(Stops):
     """One process of the world, with a slot or as a spare."""
 
     def __init__(self, *, world: World, groups: Groups, timeline: Timeline, options: Options, address: str) -> None:
         """`address` is where other processes reach this one."""
+        super().__init__()
         self.address = address
         self.world, self.groups, self.timeline, self.options = world, groups, timeline, options
         self.slot: int | None = None
         self.generation = 0
         self.term, self.controller = 0, 0
         self.part: Part | None = None
-        self.job: Job | None = None  # of the slot, as its training thread showed it last
         self.started: Record | None = None
         self.is_training = False  # every slot has started
         self.warm_roles: set[str] = set()  # of pipelines, that this process has run; see warmup.py
         self.figures: Figures | None = None  # of this process, measured last; None: nobody wants them
-        self._changed = threading.Condition()
-        self._stop, self._begun = -1, False  # the stop (arms.py) that training has come to, and whether it is past it
-        self._stopped_s = 0.0  # when it came there
-        self._holds: set[int] = set()
-        self._end: tuple[int, bool] | None = None  # before which iteration training ends, and whether all have agreed
         self._last_heard_s = time.monotonic()
         self._vacate_own_host = False
         self._ending: tuple[float, int] | None = None
@@ -68,11 +57,6 @@ class Member:
     def is_ending(self) -> bool:
         """Whether the controller has ended the run."""
         return self._ending is not None
-
-    @property
-    def position(self) -> int:
-        """The iteration that the training thread is at, -1 without a slot."""
-        return self._stop // 2
 
     # ---- speaking
 
@@ -90,10 +74,6 @@ class Member:
     def vacate_own_host(self) -> None:
         """SIGUSR2: from a signal handler, so it only leaves a note for the control thread."""
         self._vacate_own_host = True
-
-    def hold_at(self, stops: set[int]) -> None:
-        """Training waits at these stops until the controller has settled the move meant for each."""
-        self._holds = set(stops)
 
     # ---- the control thread
 
@@ -282,100 +262,7 @@ class Member:
             self.timeline.add_event("traceback", traceback.format_exc()[-500:], part.number)
         self.report(part, Report.FAILED, text.split("\n")[0][:300])
 
-    # ---- waiting, by the training thread
-
-    def wait_for(self, condition: Any) -> Any:
-        """Block until `condition()` is true; returns its value. Burns nothing: the control thread notifies."""
-        with self._changed:
-            while not (value := condition()):
-                self._changed.wait(1.0)
-            return value
-
-    def notify(self) -> None:
-        """Something has changed that a waiting thread looks at."""
-        with self._changed:
-            self._changed.notify_all()
-
-    # ---- the stops
-
-    def at_boundary(self, job: Job) -> bool:
-        """Called by the training thread at the top of every iteration. Returns False if the slot has been handed over.
-
-        Collective over the members of the move that switches here, if one does; otherwise it only takes a lock.
-        """
-        return self._stop_at(job, boundary(job.iteration))
-
-    def before_step(self, job: Job) -> bool:
-        """The same, called between the gradients' reduction and the optimizer's step."""
-        if not self._stop_at(job, cut(job.iteration)):
-            return False
-        part = self.part
-        if part is not None and part.sender is not None:
-            leader.hold_back(self, part)
-        return True
-
-    def _stop_at(self, job: Job, stop: int) -> bool:
-        self._stopped_s, self.job = self.timeline.clock(), job
-        part = self.part
-        is_over = part is not None and part.role == "joiner" and part.verdict == "COMMIT" and stop > part.stop
-        if is_over and not part.is_proven:
-            proof.tell_step(self, part, job)
-        leader.follow_step(self, part, stop)
-        while (part := self._wait_for_part(stop)) is not None:
-            if part.stop != stop:
-                switchover.connect_ahead(self, part, stop)
-                break
-            arrived_s = self._stopped_s if part.arm.stops_first else self.timeline.clock()
-            if not switchover.switch(self, part, job, arrived_s):
-                return False
-            # once more: training may be held here for another move
-        with self._changed:
-            while self._is_end_open(stop):
-                self._changed.wait(1.0)
-            self._begun = True
-        return True
-
-    def _wait_for_part(self, stop: int) -> Part | None:
-        """The move for which something is to be done at `stop`; None: training has gone on from there."""
-        with self._changed:
-            self._stop, self._begun = stop, False
-            while self._must_wait(stop):
-                self._changed.wait(1.0)
-                if self.part is not None and self.part.sender is not None:
-                    self.part.sender.open(stop)  # it may have come meanwhile
-            part = self.part
-            if part is not None and part.verdict == "SWITCH" and (part.stop == stop or part.due(stop)):
-                part.num_busy += 1
-                return part
-            self._begun = True
-            return None
-
-    def ends_before(self, iteration: int) -> bool:
-        """Whether training ends before `iteration`, as all have agreed. The same answer on every slot's process."""
-        return self._end == (iteration, True)
-
-    def _is_end_open(self, stop: int) -> bool:
-        """Whether it is being agreed if training ends at `stop`: this process has accepted it."""
-        return self._end is not None and not self._end[1] and boundary(self._end[0]) == stop
-
-    def _must_wait(self, stop: int) -> bool:
-        part = self.part
-        if self._end is not None and boundary(self._end[0]) == stop:
-            return self._is_end_open(stop)
-        if part is not None and part.first_stop == stop and part.verdict == "":
-            return True
-        if part is not None and part.stop == stop and part.verdict == "SWITCH":
-            return False
-        return stop in self._holds
-
-    def wait_retired(self) -> None:
-        """A leaver stays until every stayer has acknowledged: only then may its old communicators go."""
-        self.wait_for(lambda: self.part is None or self.part.role != "leaver")
-
-    def finished(self, num_iterations: int) -> None:
-        """Training is over: no position is accepted any more."""
-        with self._changed:
-            self._stop, self._begun = boundary(num_iterations), True
+    # ---- the slot
 
     def enter_generation(self, part: Part) -> None:
         """The move is committed: this process holds the slot now, or none, in the next generation."""

@@ -47,6 +47,6 @@ def take_gpu(hellos: Sequence[Mapping[str, str]], rank: int) -> Placement:
     import torch  # not above: `place` is pure
     placed = place([h["machine"] for h in hellos], [h["host"] for h in hellos], rank, torch.cuda.device_count())
     if placed.host_id is not None:
-        os.environ["NCCL_HOSTID"] = placed.host_id
+        os.environ.setdefault("NCCL_HOSTID", placed.host_id)  # the user's own choice counts
     torch.cuda.set_device(placed.device)
     return placed
