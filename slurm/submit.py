@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from migration.arguments import DEFAULT_PROFILE, Parser, parse_run
@@ -18,6 +19,8 @@ from slurm.render import LAUNCHERS, Job, batch_options, render
 from slurm.site import Site, load_site
 
 ROOT = Path(__file__).resolve().parent.parent
+_NO_GROWTH = ("--grow: a running job can't take in processes: MPI_Comm_accept of MPICH can't be given up when nobody comes, "
+              "and would stop the job with it; take as many --spares as it may need")
 _SUBMIT_TIMEOUT_S = 120.0
 _JOB_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # it becomes part of folders' names
 
@@ -67,11 +70,13 @@ def _allocate(text: str) -> int:
 def _text(parser: Parser, argv: list[str]) -> tuple[str, bool]:
     own, harness = _split(argv)
     args = parser.parse_args(own)
+    if args.grow:
+        sys.stderr.write(_NO_GROWTH + "\n")
     site = load_site(args.site) if args.site else Site()
     arguments = ["--profile", args.profile, *(a for s in args.settings for a in ("--set", s)), *harness]
     job = build_job(arguments, site, name=args.name or args.profile, num_spare_nodes=args.spares,
                     num_nodes=args.nodes, launcher=args.launcher)
-    made_by = shlex.join(["python", "-m", "slurm", "render", *(a for a in argv if a != "--salloc")])
+    made_by = shlex.join(["python", "-m", "slurm", "render", *(a for a in argv if a not in ("--salloc", "--grow"))])
     return render(job, site, made_by), getattr(args, "salloc", False)
 
 
@@ -104,6 +109,8 @@ def _parser(name: str, description: str) -> Parser:
     parser.add_argument("--name", default="", help="of the job and of its folders (default: the profile)")
     parser.add_argument("--spares", type=int, default=1, metavar="N", help="nodes to hold spares, beside those that "
                         "the profile's slots fill (default: %(default)s)")
+    parser.add_argument("--grow", action="store_true", help="ask for further nodes when spares run low; not possible "
+                        "with the MPI in use, which is said, and the job has the nodes that it starts with")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes in all; those that are left over hold spares too")
     parser.add_argument("--site", type=Path, metavar="FILE.toml", help="what this site sets (example: slurm/site.toml)")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="srun", help="mpirun: MPICH's mpiexec inside the job; "

@@ -76,7 +76,8 @@ def test_a_wrong_argument_is_refused_before_anything_is_submitted(cluster: Clust
     wrong = subprocess.run([sys.executable, "-m", "slurm", "submit", "--", "--vacate", "b1@99999"], cwd=ROOT,
                            env=cluster.environment(), capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "b1@99999" in wrong.stderr
-    refused = subprocess.run([sys.executable, "-m", "slurm", "submit", "--nodes", "40"], cwd=ROOT,
+    (tmp_path / "site.toml").write_text('partition = "nowhere"')
+    refused = subprocess.run([sys.executable, "-m", "slurm", "submit", "--site", str(tmp_path / "site.toml")], cwd=ROOT,
                              env=cluster.environment(), capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
     assert refused.stderr.startswith("slurm: sbatch refused the job: ")

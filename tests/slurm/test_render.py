@@ -126,6 +126,12 @@ def test_nodes_follow_from_slots_and_spares() -> None:
     assert (job.num_nodes, job.num_spare_nodes) == (8, 3)
 
 
+def test_growing_is_declined_in_one_line_and_the_text_is_the_same() -> None:
+    made = slurm(*M24, "--grow")
+    assert made.returncode == 0 and made.stdout == (ROOT / "slurm" / "m24.sbatch").read_text()
+    assert made.stderr.startswith("--grow: ") and "--spares" in made.stderr and made.stderr.count("\n") == 1
+
+
 def test_the_example_is_a_site(tmp_path: Path) -> None:
     """Every key that the example leaves out by a # has the right kind of value there too."""
     text = (ROOT / "slurm" / "site.toml").read_text()
