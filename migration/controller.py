@@ -90,9 +90,10 @@ class Controller(Stopping, Leaving):
         told = found.describe(host)
         self.timeline.add_event("straggler", told)
         self._say(told)
-        if self.options.auto_evict:
+        asked = [pending.text for pending in (*self._schedule.waiting, self._current) if pending is not None]
+        if self.options.auto_evict and host not in asked:  # two of a host may be slow
             try:
-                self._request(host, "--auto-evict")
+                self.request_move(host, "--auto-evict")
             except UserError as error:
                 self._say(f"request refused: {error}")
 
