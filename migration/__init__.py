@@ -11,8 +11,8 @@ private names).
 
 A move: plan.py (who goes where), schedule.py (when), protocol.py (phases, events, actions in one table), move.py (the
 tally of reports), controller.py (decides), actions.py (carries out), watch.py (heartbeats, deadlines), member.py and
-stops.py (where training may stop), part.py (a process's part), preparation.py and switchover.py (what it does in these phases), acceptance.py (is a joiner
-fit for its slot), handles.py, groups.py, communicators/ and stores.py (process groups that outlive their communicator),
+stops.py (where training may stop), part.py (a process's part), preparation.py and switchover.py (what it does in these
+phases), acceptance.py (is a joiner fit for its slot), handles.py, groups.py, communicators/ and stores.py (process groups that outlive their communicator),
 costs.py (what those take), state.py (everything that moves), digest.py (whether it came over whole), faults.py.
 
 Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of

@@ -122,7 +122,8 @@ class Actions:
 
     def _tell_to_prepare(self) -> None:
         assert self._tally.plan is not None and self._current is not None
-        self._to_members("PREPARE", arm=self._current.arm_name, plan=self._tally.plan.to_json(), generation=self._tally.generation + 1,
+        self._to_members("PREPARE", arm=self._current.arm_name, plan=self._tally.plan.to_json(),
+                         generation=self._tally.generation + 1,
                          store=[self._address, self._store.port], timeout_s=self.options.prepare_deadline_s)
 
     def _propose_position(self) -> None:

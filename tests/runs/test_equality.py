@@ -90,9 +90,10 @@ def test_first_and_last_cut(harness: Harness, undisturbed: Undisturbed) -> None:
     ids=["distributed_overlap", "plain_per_token_loss", "fp16_with_overflows"])
 def test_a_stream_over_many_iterations(harness: Harness, undisturbed: Undisturbed, case: Case) -> None:
     """Batches go over between several steps, whose gradients follow. Leavers take the last step too."""
-    run = move_and_compare(harness, undisturbed, case, (10, 11, 12), "--transfer-limit", "0.3", "--leaver-steps")
+    run = move_and_compare(harness, undisturbed, case, (10, 11, 12), "--transfer-limit", "0.1", "--leaver-steps")
     replays = [span for span in read_run(run).spans if span["name"] == b"replay"]
-    assert len({span["iteration"] for span in replays}) > 2, "the stream was over before a step came"
+    first = [span["world_rank"] for span in replays if span["move"] == 0]
+    assert min(first.count(rank) for rank in (2, 3)) >= 2, "the stream was over before steps came"
     assert sum(kind == b"proof" for kind in read_run(run).events["kind"]) == 6
 
 
