@@ -29,6 +29,7 @@ from migration.profiles import get_profile
 
 _ROOT = Path(__file__).resolve().parent.parent
 _M24_PROFILE, _PROFILE = "tiny_TP4_PP2", "tiny_TP2_PP1"
+_M24_SPACING, _SPACING = 12, 8
 
 Table = tuple[str, dict[str, Any], Callable[[Path], None] | None]  # text, JSON, how to draw it
 
@@ -62,9 +63,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--run", default="", help="folder of the experiment (default: runs/<time>-<name>)")
     parser.add_argument("--rounds", type=_positive, default=5, metavar="N", help="ablation: moves by each arm; "
                         "scale_out_of_host: there and back, so often (default: %(default)s)")
-    parser.add_argument("--spacing", type=_positive, default=8, metavar="N", help="ablation, scale_out_of_host: "
-                        "iterations from one move to the next; more where a move takes longer to prepare (default: "
-                        "%(default)s)")
+    parser.add_argument("--spacing", type=_positive, metavar="N", help="iterations to the first move, from one to the "
+                        "next, and after the last one; more where a move takes longer to prepare (default: "
+                        f"{_SPACING}; of m24_live_migration {_M24_SPACING})")
     parser.add_argument("--restarts", type=int, default=1, metavar="N", help="ablation: so often a save and restart of "
                         "the same job; 0: none (default: %(default)s)")
     parser.add_argument("--every", type=_positive, default=50, metavar="N", help="rebalance: iterations from one move "
@@ -87,9 +88,10 @@ def _positive(text: str) -> int:
 
 
 def _ablation(args: argparse.Namespace, site: Site, folder: Path) -> Table:
-    arguments, arms = experiments.ablation_job(site, args.rounds, args.spacing)
+    spacing = args.spacing or _SPACING
+    arguments, arms = experiments.ablation_job(site, args.rounds, spacing)
     run = run_job(site, arguments, folder / "moves")
-    restarts = [("save_and_restart", _restart(site, folder, number, args.spacing)) for number in range(args.restarts)]
+    restarts = [("save_and_restart", _restart(site, folder, number, spacing)) for number in range(args.restarts)]
     found = ablation.compute_ablation(run, len(arms), _median(restarts))
     return (ablation.format_ablation(found), ablation.ablation_json(found),
             lambda path: ablation.draw_ablation(found, path))
@@ -122,7 +124,7 @@ def _rebalance(args: argparse.Namespace, site: Site, folder: Path) -> Table:
 
 
 def _scale(args: argparse.Namespace, site: Site, folder: Path) -> Table:
-    arguments, numbers = experiments.scale_job(site, args.rounds, args.spacing)
+    arguments, numbers = experiments.scale_job(site, args.rounds, args.spacing or _SPACING)
     found = scale.compute_scale(run_job(site, arguments, folder / "job"), numbers)
     return scale.format_scale(found), scale.scale_json(found), lambda path: scale.draw_scale(found, path)
 
@@ -134,7 +136,7 @@ def _straggler(args: argparse.Namespace, site: Site, folder: Path) -> Table:
 
 
 def _m24(args: argparse.Namespace, site: Site, folder: Path) -> Table:
-    run = run_job(site, experiments.m24_job(site), folder / "job")
+    run = run_job(site, experiments.m24_job(site, args.spacing or _M24_SPACING), folder / "job")
     found = ablation.compute_ablation(run, 1, ())
     return ablation.format_ablation(found), ablation.ablation_json(found), None
 

@@ -15,7 +15,7 @@ from migration.faults import parse_fault
 from migration.options import AT_THE_CUT, STATE_KINDS, Options
 from migration.plan import parse_vacate
 from migration.profiles import get_profile
-from migration.straggler import FACTOR, IN_A_ROW, parse_slow
+from migration.straggler import FACTOR, FEWEST, IN_A_ROW, parse_slow
 
 DEFAULT_PROFILE = "tiny_TP2_PP1"
 
@@ -208,6 +208,9 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
     for text in args.fault:
         if parse_fault(text).kind == "slow" and args.accept == NONE:
             raise UserError(f"--fault {text}: with --accept {NONE} nobody measures a joiner's speed")
+    if (args.find_stragglers or args.auto_evict) and config.job_size < FEWEST:
+        raise UserError(f"--find-stragglers, --auto-evict: of {config.job_size} slots nobody can say which one is slow; "
+                        f"{FEWEST} are needed")
     for text in args.slow:
         parse_slow(text, config.job_size)
     for device in DEFAULTS:

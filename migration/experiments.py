@@ -104,9 +104,9 @@ def straggler_job(site: Site, slow: str, *, evict: bool) -> list[str]:
             *_iterations(_STRAGGLER_ITERATIONS)]
 
 
-def m24_job(site: Site) -> list[str]:
-    """One move of a host in the shape of the research system's driver."""
-    return _moves([f"{site.vacated}->{site.spare}"], 12)
+def m24_job(site: Site, at: int) -> list[str]:
+    """One move of a host, asked for at iteration `at`, in the shape of the research system's driver."""
+    return _moves([f"{site.vacated}->{site.spare}"], at)
 
 
 def _moves(requests: Sequence[str], spacing: int) -> list[str]:

@@ -13,7 +13,7 @@ from migration.errors import UserError
 
 FACTOR = 1.5
 IN_A_ROW = 10
-_FEWEST = 3  # slots: of two, nobody can say which one is usual
+FEWEST = 3  # slots: of two, nobody can say which one is usual
 _MOST_OPEN = 8  # iterations of which some slot has not reported
 
 
@@ -70,7 +70,7 @@ class Detector:
     def take(self, *, iteration: int, slot: int, world_rank: int, own_s: float | None) -> list[Straggler]:
         """A slot's report. `own_s` None: the iteration was disturbed, and counts for nobody. Returns who is
         given away by it."""
-        if len(self._peers) < _FEWEST:
+        if len(self._peers) < FEWEST:
             return []
         reports = self._open.setdefault(iteration, {})
         reports[slot] = (world_rank, own_s)
@@ -103,4 +103,4 @@ class Detector:
 def _peers(slot: int, stages: Sequence[int]) -> list[int]:
     others = [other for other in range(len(stages)) if other != slot]
     same = [other for other in others if stages[other] == stages[slot]]
-    return same if len(same) >= _FEWEST - 1 else others
+    return same if len(same) >= FEWEST - 1 else others

@@ -1,13 +1,15 @@
 """The figures and tables of experiments, from SYNTHETIC runs whose figures are known."""
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 from synthetic_run import BOUNDARY, BYTES, PAUSE_S, REQUESTED, SLOWER_S, Row, make_run
 
-from analysis.ablation import ablation_json, compute_ablation, draw_ablation, format_ablation
+from analysis.ablation import ablation_json, compute_ablation, compute_parked, draw_ablation, format_ablation
 from analysis.log import read_run
+from analysis.moves import compute_moves
 from analysis.scale import compute_scale, draw_scale, format_scale
 from analysis.speed import compute_speed, format_speed
 from analysis.straggling import compute_straggling
@@ -37,6 +39,14 @@ def test_ablation_of_one_move(tmp_path: Path) -> None:
     assert (tmp_path / "ablation.png").stat().st_size > 10_000
 
 
+def test_a_parked_pause_is_compared_with_one_connection_and_its_bytes(tmp_path: Path) -> None:
+    move, = compute_moves(read_run(make_run(tmp_path / "run")))
+    assert compute_parked([move]) is None, "its groups are prepared to be parked, but never connected"
+    connect = dataclasses.replace(move.stages[0], stage="connect", median_s=0.006)
+    move = dataclasses.replace(move, stages=[*move.stages, connect], transfer_gb_per_s=2 * BYTES / 0.004 / 1e9)
+    assert compute_parked([move]) == pytest.approx(PAUSE_S / (0.006 + 0.004))
+
+
 def test_a_move_that_failed_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="0 of 1 moves were committed; move b1->b3@12 ABORTED: w6: the joiner raised"):
         compute_ablation(read_run(make_run(tmp_path / "run", outcome="ABORTED")), 1, ())
@@ -45,8 +55,8 @@ def test_a_move_that_failed_is_named(tmp_path: Path) -> None:
 
 
 def test_speed_adds_up(tmp_path: Path) -> None:
-    """Iterations 5 to 11 are slower, and the pause lies before iteration 12: nothing else is lost. 5 to 9 are beside the
-    preparation, 11 is where the cut would be; so 10, ready and waiting, is one of ten that count as undisturbed."""
+    """Iterations 5 to 11 are slower, and the pause lies before iteration 12: nothing else is lost. 5 to 9 are beside
+    the preparation, 11 is where the cut would be; so 10, ready and waiting, is one of ten that count as undisturbed."""
     found = compute_speed(read_run(make_run(tmp_path / "run")), 1, 12)
     usual_s = ITERATION_S + SLOWER_S / 10
     wall_s = 19 * ITERATION_S + SLOWER_S * (BOUNDARY - REQUESTED) + PAUSE_S

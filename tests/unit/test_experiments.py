@@ -70,10 +70,15 @@ def test_rebalance_moves_at_the_asked_distance() -> None:
     assert iterations == [50, 100, 150]
 
 
+def test_of_two_slots_nobody_can_be_slow() -> None:
+    with pytest.raises(UserError, match="of 2 slots nobody can say which one is slow; 3 are needed"):
+        parse_run(["--set", "dp=1", "--auto-evict"])
+
+
 def test_straggler_and_m24() -> None:
     site = site_of("tiny_TP2_PP1")
     assert straggler_job(site, "", evict=True)[:3] == ["--slow", "2:3@10", "--auto-evict"]
     config, options = parse_run([*site.arguments, *straggler_job(site, "4:2@7", evict=False)])
     assert (options.slow, options.find_stragglers, options.auto_evict) == (("4:2@7",), True, False)
-    text, = requests(m24_job(site_of("tiny_TP4_PP2")))
+    text, = requests(m24_job(site_of("tiny_TP4_PP2"), 12))
     assert text == "b1->b3@12"
