@@ -72,7 +72,8 @@ def _folder_parser(name: str, description: str) -> Parser:
     return parser
 
 
-COMMANDS = {"render": render_command, "submit": submit_command, "verdict": _verdict, "up": _up, "down": _down, "status": _status}
+COMMANDS = {"render": render_command, "submit": submit_command, "verdict": _verdict, "up": _up, "down": _down,
+            "status": _status}
 
 
 def main(argv: list[str]) -> int:

@@ -68,7 +68,7 @@ class Cluster:
         return {**os.environ, "SLURM_CONF": str(self.conf)}
 
     def command(self, *words: str) -> str:
-        """What a client command (`sinfo`, `scontrol`, ...) prints. Raises RuntimeError if it fails or takes too long."""
+        """What a client command (`sinfo`, `scontrol`, ...) prints. Raises RuntimeError if it fails or takes long."""
         try:
             done = subprocess.run(words, env=self.environment(), stdin=subprocess.DEVNULL, capture_output=True,
                                   text=True, timeout=_CLIENT_TIMEOUT_S)

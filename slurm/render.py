@@ -7,9 +7,9 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from migration.options import REQUEUE_CODE
 from slurm.site import Site
 
-REQUEUE_CODE = 75  # of a run that wants to be requeued: it has a checkpoint
 LAUNCHERS = ("srun", "mpirun")
 _WIDTH = 110
 
@@ -24,8 +24,8 @@ _ENVIRONMENT = (
 
 _LAUNCHER_NOTES = {
     "srun": """\
-# One process a slot and a spare, by Slurm's own launcher. The step goes on when a node or a process is gone: --no-kill
-# and --kill-on-bad-exit=0; --wait=0: however long after the first process that left. --mpi=pmi2 is what MPICH speaks.""",
+# One process a slot and a spare, by Slurm's own launcher. The step goes on when a node or a process is gone (--no-kill,
+# --kill-on-bad-exit=0), however long ago the first process left (--wait=0). --mpi=pmi2 is what MPICH speaks.""",
     "mpirun": """\
 # mpiexec finds the allocation and starts its proxies by srun. The job goes on when processes leave. What this can't
 # survive and srun can: a whole node that dies ends the job, and a killed process may take others of its node along.
@@ -42,7 +42,7 @@ trap ask_for_requeue USR1"""
 
 _NO_CHECKPOINTS = """\
 # Without a folder of checkpoints there is nothing that a requeued job could go on from.
-trap 'echo "$(date +%T) signal USR1: the end is near, and this job writes no checkpoints (checkpoints in the TOML)"' USR1"""
+trap 'echo "$(date +%T) signal USR1: the end is near, and there are no checkpoints (site TOML)"' USR1"""
 
 _WAIT = """\
 job=$!
@@ -89,7 +89,8 @@ def render(job: Job, site: Site, made_by: str = "") -> str:
     else:
         on_signal, end = _NO_CHECKPOINTS, [verdict]
     parts = ["#!/bin/bash", _heading(job, made_by), *_options(job, site), "", _folders(site), *_program(site),
-             *_beside(site), "", *_environment(site), "", on_signal, "", _LAUNCHER_NOTES[job.launcher], _launch(job, site), _WAIT, *end]
+             *_beside(site), "", *_environment(site), "", on_signal, "", _LAUNCHER_NOTES[job.launcher],
+             _launch(job, site), _WAIT, *end]
     return "\n".join(parts) + "\n"
 
 
@@ -104,8 +105,8 @@ def _heading(job: Job, made_by: str) -> str:
     training = job.num_nodes - job.num_spare_nodes
     origin = f"\n# Made by: {made_by}" if made_by else ""
     return f"""\
-# {job.name}: profile {job.profile} on {job.num_nodes} nodes of {job.tasks_per_node} processes: {job.job_size} slots on \
-{training} of them, spares on {job.num_spare_nodes}.{origin}
+# {job.name}: profile {job.profile} on {job.num_nodes} nodes of {job.tasks_per_node} processes: {job.job_size} \
+slots on {training} of them, spares on {job.num_spare_nodes}.{origin}
 # Submit it from the repository's folder. Every node can be emptied of ranks and given back while the job trains, but
 # for the first: it carries this shell, so it can be emptied and not given back."""
 
@@ -131,7 +132,8 @@ def _folders(site: Site) -> str:
 
 
 def _program(site: Site) -> list[str]:
-    return [*(f"module load {shlex.quote(module)}" for module in site.modules), *(f"{line} || exit 2" for line in site.setup)]
+    return [*(f"module load {shlex.quote(module)}" for module in site.modules),
+            *(f"{line} || exit 2" for line in site.setup)]
 
 
 def _environment(site: Site) -> list[str]:

@@ -19,8 +19,8 @@ from slurm.render import LAUNCHERS, Job, batch_options, render
 from slurm.site import Site, load_site
 
 ROOT = Path(__file__).resolve().parent.parent
-_NO_GROWTH = ("--grow: a running job can't take in processes: MPI_Comm_accept of MPICH can't be given up when nobody comes, "
-              "and would stop the job with it; take as many --spares as it may need")
+_NO_GROWTH = ("--grow: a running job can't take in processes: MPI_Comm_accept of MPICH can't be given up when nobody "
+              "comes, and would stop the job with it; take as many --spares as it may need")
 _SUBMIT_TIMEOUT_S = 120.0
 _JOB_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # it becomes part of folders' names
 
@@ -50,7 +50,7 @@ def submit(text: str) -> int:
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise UserError(f"sbatch didn't answer in {_SUBMIT_TIMEOUT_S:.0f} s; is Slurm's controller up (sinfo)?") from None
+        raise UserError(f"sbatch didn't answer in {_SUBMIT_TIMEOUT_S:.0f} s; is Slurm's controller up?") from None
     if done.returncode:
         raise UserError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
     return int(done.stdout.split(";")[0])

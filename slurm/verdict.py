@@ -6,21 +6,18 @@ RUN/result.json; one whose controller was lost with its node left none.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-from slurm.render import REQUEUE_CODE
-
-_COMPLETE_CHECKPOINT = re.compile(r"iteration\d+")
+from migration.checkpoint_files import list_complete
+from migration.options import REQUEUE_CODE
 
 
 def judge(run: Path, checkpoints: Path | None) -> tuple[int, str]:
     """(exit code, why) of the run in `run`, which has ended. checkpoints: the job's folder of them, if it has one."""
     result = _read_result(run)
-    has_checkpoint = checkpoints is not None and _has_checkpoint(checkpoints)
     if result is None:
-        if has_checkpoint:
+        if checkpoints is not None and list_complete(checkpoints):
             return REQUEUE_CODE, f"{run}: ended without a result; there is a checkpoint to go on from"
         return 1, f"{run}: ended without a result, and there is no checkpoint; its logs are in {run / 'log'}"
     if result.get("requeue"):
@@ -35,7 +32,3 @@ def _read_result(run: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     return json.loads(path.read_text())  # written under another name first, so it is whole
-
-
-def _has_checkpoint(folder: Path) -> bool:
-    return folder.is_dir() and any(_COMPLETE_CHECKPOINT.fullmatch(path.name) for path in folder.iterdir())

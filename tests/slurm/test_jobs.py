@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from jobs import ROOT, SlurmJob, Submit
 from running import assert_nothing_left, find_processes
-from support import LONG, Case, assert_equal, assert_moves, last_iteration
+from support import LONG, Case, assert_equal, assert_moves, final_digests, last_iteration, trace
 
 from analysis.log import read_run
 from slurm.cluster import Cluster
@@ -53,6 +53,23 @@ def test_a_batch_job_vacates_a_node_on_request(submit: Submit, undisturbed: Call
     with capsys.disabled():
         print(f"\nSlurm, 8 processes on 4 nodes: {started_s - job.submitted_s:.1f} s from submission to the first "
               f"iteration; downtime {result['moves'][0]['downtime_s'] * 1e3:.0f} ms")
+
+
+def test_a_job_whose_time_is_over_is_requeued_and_goes_on(submit: Submit, undisturbed: Callable[[Case], Path],
+                                                          cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm's signal ahead of the limit comes to the batch shell; what follows is the script's and the job's doing."""
+    twin = undisturbed(LONG)
+    job = submit(*settings(LONG), site=f'checkpoints = "{tmp_path}/checkpoints"')
+    job.wait_for(lambda: last_iteration(job.run()) >= 2, "iteration 2")
+    cluster.command("scancel", "--batch", "--signal=USR1", str(job.id))
+    job.wait_for(lambda: (job.run() / "result.json").exists(), "the first run's end")
+    assert json.loads((job.run() / "result.json").read_text())["requeue"] is True
+    assert job.wait() == "COMPLETED", job.out[-3000:]
+    assert job.runs() == [job.run(0), job.run(1)] and "signal USR1" in job.out
+    first, second, whole = trace(read_run(job.run(0))), trace(read_run(job.run(1))), trace(read_run(twin))
+    assert not first.keys() & second.keys() and {0, LONG.iterations - 1} <= {i for i, _ in first | second}
+    assert first | second == whole
+    assert final_digests(read_run(job.run(1))) == final_digests(read_run(twin))
 
 
 @pytest.mark.parametrize("options", [("--launcher", "mpirun"), ("--salloc",)], ids=["mpirun", "salloc"])

@@ -14,8 +14,9 @@ from slurm.site import Site, build_site, load_site
 from slurm.submit import build_job
 
 PURE = ("render", "site", "local_conf")
-BLOCKED = ("torch", "mpi4py", "h5py", "megatron", "psutil", "numpy")
-M24 = ("render", "--profile", "20B_TP4_PP2", "--name", "m24", "--spares", "1", "--site", "slurm/site.toml")
+BLOCKED = ("torch", "mpi4py", "h5py", "megatron", "psutil", "matplotlib")
+M24 = ("render", "--profile", "20B_TP4_PP2", "--name", "m24", "--spares", "1", "--site", "slurm/site.toml",
+       "--", "--checkpoint-every", "20")
 TINY = Job(name="tiny", profile="tiny_TP2_PP1", job_size=6, tasks_per_node=2, num_nodes=4, num_spare_nodes=1,
            arguments=("--set", "data=it's a file"))
 
@@ -55,14 +56,15 @@ def test_every_variant_is_bash(launcher: str, container: str, checkpoints: str) 
 
 
 def test_the_program_gets_its_arguments_and_folders(tmp_path: Path) -> None:
-    """The text itself is run, by bash, with programs in the place of Slurm's and Python's that say how they were called."""
+    """The text itself is run by bash; in the place of Slurm's programs and Python are some that say how they are called."""
     for name in ("srun", "python", "scontrol"):
         (tmp_path / name).write_text(f'#!/bin/bash\n{{ printf "%s" "{name}"; printf "|%s" "$@"; echo; }} >> calls\n'
                                      f'[ {name} = python ] && [ "$2" = slurm ] && exit 75\nexit 0\n')
         (tmp_path / name).chmod(0o755)
     (tmp_path / "harness.py").touch()
     site = Site(runs="my runs", checkpoints="ck", gpus_per_node=2, environment=(("A", "it's $HOME"),))
-    script = render(TINY, site).replace("\nverdict=$?", "\nverdict=$?; printenv A OMP_NUM_THREADS NCCL_DEBUG_FILE >> calls")
+    script = render(TINY, site).replace("\nverdict=$?",
+                                        "\nverdict=$?; printenv A OMP_NUM_THREADS NCCL_DEBUG_FILE >> calls")
     variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NAME": "tiny", "SLURM_JOB_ID": "7", "HOME": "/root",
                  "ENVIRONMENT": "BATCH"}
 
@@ -127,7 +129,7 @@ def test_nodes_follow_from_slots_and_spares() -> None:
 
 
 def test_growing_is_declined_in_one_line_and_the_text_is_the_same() -> None:
-    made = slurm(*M24, "--grow")
+    made = slurm("render", "--grow", *M24[1:])
     assert made.returncode == 0 and made.stdout == (ROOT / "slurm" / "m24.sbatch").read_text()
     assert made.stderr.startswith("--grow: ") and "--spares" in made.stderr and made.stderr.count("\n") == 1
 
