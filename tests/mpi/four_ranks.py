@@ -22,7 +22,7 @@ from migration.communicators.makers import Maker, build_maker
 from migration.groups import Groups
 from migration.stores import connect_store, start_store
 
-WAIT_S = 30.0  # for what takes milliseconds: the limit of a wait, and no measurement
+WAIT_S = 90.0  # for what takes milliseconds: the limit of a wait, and no measurement
 # What the count of a resource may differ by although nothing was left behind. On a GPU the other ranks' memory counts
 # too, and CUDA and NCCL make threads and descriptors of their own when they like.
 SLACK = {"cpu": {}, "cuda": {"threads": 1, "fds": 2, "device_mib": 64}}
