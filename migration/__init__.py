@@ -34,7 +34,7 @@ versions.py (whether it is the same), record.py (progress, verdict), timeline.py
 forkserver.py and zygote.py (one machine, one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
-communicators. Nothing here imports harness. protocol, move, schedule, plan, topology, config, profiles,
+communicators. Nothing here imports harness. protocol, move, schedule, arms, plan, topology, config, profiles,
 sizes, slurm_nodes, departures, options, checkpoint_files, straggler, experiments and errors import the standard
 library and numpy only.
 """

@@ -43,6 +43,11 @@ class Controller(Stopping, Leaving):
         self._asked_to_end = ""
         self._fatal: tuple[float, str, int] | None = None  # when to end the job, why, and its exit code
 
+    @property
+    def is_to_end(self) -> bool:
+        """Whether the run is about to be ended, which a successor would know nothing of."""
+        return self._fatal is not None or bool(self._asked_to_end)
+
     # ---- records in
 
     def on_record(self, record: Record) -> None:

@@ -56,9 +56,13 @@ def select(job: Job, whole: list[str], ranges: list[Any]) -> list[torch.Tensor]:
 
 
 def capture_rest(job: Job, omit: frozenset[str]) -> State:
-    """Module buffers and values at the cut: what neither the stream nor the gradients bring. Parameters come with the
-    optimizer's step."""
-    return state.capture(job, omit | KINDS_OF_STREAM)
+    """Module buffers and values at the cut: what neither the stream nor the gradients bring.
+
+    Parameters come with the optimizer's step; but a step that the loss scaler skips writes none, so with a scaler they
+    are sent: at the cut they are whole, also where their gather overlaps.
+    """
+    may_skip = bool(internals.grad_scalers(job.optimizer))
+    return state.capture(job, omit | (KINDS_OF_STREAM - {"parameters"} if may_skip else KINDS_OF_STREAM))
 
 
 def digest_stream(batches: list[Batch]) -> str:

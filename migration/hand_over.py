@@ -61,9 +61,9 @@ def receive_state(member: Member, part: Part, job: Job, _follower: Follower, mes
 
 def send_at_cut(member: Member, part: Part, job: Job) -> tuple[str, int]:
     """The leaver's side at the cut. Returns its digest and the bytes sent in the pause. Collective over the pair."""
-    assert part.pair is not None and part.wire is not None and part.sender is not None
+    assert part.pair is not None and part.wire is not None and part.sender is not None and part.position is not None
     with member.timeline.span("join_stream", "SWITCHING", **part.tags(member.generation)):
-        whole, ranges = join_stream(part, _JOIN_S).rest()
+        whole, ranges = join_stream(part, part.arm.stop(part.position), _JOIN_S).rest()
     omit = frozenset(member.options.omit_state)
     own = gradients.capture_rest(job, omit)
     losses = [float(loss).hex() for loss in job.micro_losses or ()]

@@ -12,10 +12,9 @@ import torch
 
 from migration import gradients
 from migration.arms import boundary
-from migration.communicators.base import OPERATION_TIMEOUT_S
 from migration.errors import MoveFailed
 from migration.part import Part
-from migration.stream import Sender
+from migration.stream import STREAM_PATIENCE_S, Sender
 from migration.transfer import patience_s, send_tensors
 
 if TYPE_CHECKING:
@@ -34,8 +33,7 @@ def stream_state(member: Member, part: Part) -> None:
                     limit_bytes_s=options.transfer_limit_bytes_s)
     with (member.timeline.span("stream", "PREPARING", **part.tags(member.generation)) as span,
           member.groups.background()):
-        part.sender = sender
-        member.notify()  # training may be waiting at a stop
+        member.give_sender(part, sender)
         sender.run()
         span.bytes = sender.num_bytes
 
@@ -63,25 +61,26 @@ def _digest(member: Member, part: Part, sender: Sender) -> None:
 def _send_reduced(member: Member, part: Part, sender: Sender) -> None:
     sender.gradients = gradients.Parts(member.job)
     while not sender.at_cut and not sender.gradients.all_gone:
+        sender.check()  # an abort ends it
         names = sender.gradients.take_reduced()
         if not names:
             time.sleep(_POLL_S)
             continue
         with member.timeline.span("gradients", "SWITCHING", **part.tags(member.generation)) as span:
             part.wire.send("GRADIENTS", patience_s(0), names=names)
-            span.bytes = send_tensors(part.pair, gradients.select(member.job, names, []), OPERATION_TIMEOUT_S)
+            span.bytes = send_tensors(part.pair, gradients.select(member.job, names, []), STREAM_PATIENCE_S)
 
 
-def follow_step(member: Member, part: Part | None, stop: int) -> None:
+def follow_step(member: Member, part: Part | None) -> None:
     """The training thread at a stop: the gradients of the step just taken follow, then the stream may go on."""
     if part is None or part.sender is None or part.verdict == "ABORT":
         return
     try:
         if part.sender.has_step_to_follow:
             with member.timeline.span("replay", "PREPARING", **part.tags(member.generation)):
-                part.sender.open(stop)
+                part.sender.open()
         else:
-            part.sender.open(stop)
+            part.sender.open()
     except Exception as error:  # the joiner's trouble: the controller decides, training goes on
         _give_up(member, part, error)
 
@@ -91,7 +90,7 @@ def hold_back(member: Member, part: Part) -> None:
     assert part.sender is not None
     try:
         part.sender.hold_back()
-    except MoveFailed as error:
+    except Exception as error:  # likewise
         _give_up(member, part, error)
 
 
@@ -100,7 +99,7 @@ def _give_up(member: Member, part: Part, error: Exception) -> None:
     member.report_failure(part, error)
 
 
-def join_stream(part: Part, timeout_s: float) -> gradients.Parts:
+def join_stream(part: Part, stop: int, timeout_s: float) -> gradients.Parts:
     """The training thread at the cut: the stream thread ends. Returns what is left to send.
 
     Raises MoveFailed if it has failed or doesn't end in `timeout_s`.
@@ -108,6 +107,7 @@ def join_stream(part: Part, timeout_s: float) -> gradients.Parts:
     sender = part.sender
     assert sender is not None
     sender.at_cut = True
+    sender.arrive(stop)
     if not part.stream_done.wait(timeout_s) or sender.gradients is None:
         raise MoveFailed("the stream of the state hasn't come to its end")
     if torch.cuda.is_available():

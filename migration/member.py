@@ -25,7 +25,9 @@ from migration.options import Options
 from migration.part import Part
 from migration.plan import MovePlan
 from migration.stops import Stops
+from migration.stream import Sender
 from migration.timeline import Timeline
+from migration.wire import Wire
 from migration.world import Record, World
 
 
@@ -245,6 +247,23 @@ class Member(Stops):
             if part.verdict == "ABORT":
                 raise MoveFailed(f"{pair.name}: the move was aborted before it was prepared")
             part.pair = pair
+
+    def give_wire(self, part: Part, made: Wire) -> None:
+        """Likewise, once it is connected."""
+        with self._changed:
+            if part.verdict == "ABORT":
+                made.close()
+                raise MoveFailed(f"slot {part.slot}: the move was aborted before its wire was connected")
+            part.wire = made
+            self._changed.notify_all()
+
+    def give_sender(self, part: Part, sender: Sender) -> None:
+        """Likewise, before it sends. Training may be waiting at a stop, where it can begin at once."""
+        with self._changed:
+            if part.verdict == "ABORT":
+                raise MoveFailed(f"slot {part.slot}: the move was aborted before its state began to stream")
+            part.sender = sender
+            self._changed.notify_all()
 
     def _clean_up(self, part: Part) -> None:
         """Drop what was prepared for an aborted move, then acknowledge."""

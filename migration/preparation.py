@@ -91,11 +91,10 @@ def _build_pair(member: Member, part: Part, store: Any) -> None:
         if member.figures is not None:  # before anything else is sent over it
             with member.timeline.span("measure_pair", "PREPARING", **part.tags(member.generation)):
                 part.bytes_per_s = measure_pair(pair, member.groups.device)
-        part.wire = listener.accept(_CONNECT_S) if listener else wire.connect(store, name, _CONNECT_S)
+        member.give_wire(part, listener.accept(_CONNECT_S) if listener else wire.connect(store, name, _CONNECT_S))
     finally:
         if listener:
             listener.close()
-    member.notify()
 
 
 def _figures(member: Member, part: Part) -> dict[str, object] | None:

@@ -278,7 +278,7 @@ class Process:
     def _on_tick(self, now_s: float) -> None:
         if self._controller is not None:
             self._controller.on_tick(now_s)
-            if self._controller.successor is not None:
+            if self._controller.successor is not None and not self._controller.is_to_end:
                 self.member.controller = self._controller.successor
                 self._controller.resign()
                 self._controller = None

@@ -94,7 +94,8 @@ def slot_state_bytes(config: Config, slot: int) -> StateBytes:
 
 
 def gradient_buffer_bytes(config: Config, slot: int) -> int:
-    """Bytes of the fp32 buffer into which `slot` accumulates and reduces gradients. A move doesn't carry it."""
+    """Bytes of the fp32 buffer into which `slot` accumulates and reduces gradients. Of it a move carries the own
+    shard."""
     return num_slot_parameters(config, slot) * _FP32_BYTES
 
 

@@ -250,7 +250,7 @@ def kinds_of(job: Job, omit: frozenset[str] = frozenset()) -> dict[str, Kind]:
 
 
 def capture(job: Job, omit: frozenset[str] = frozenset()) -> State:
-    """The state of `job`'s slot. Call on the training thread, between two iterations."""
+    """The state of `job`'s slot. Call on the training thread, between two iterations or at the cut."""
     kinds = kinds_of(job, omit)
     return State(tensors={n: k.tensors(job) for n, k in kinds.items() if k.tensors},
                  values={n: k.get(job) for n, k in kinds.items() if k.get})

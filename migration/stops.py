@@ -78,7 +78,7 @@ class Stops:
         is_over = part is not None and part.role == "joiner" and part.verdict == "COMMIT" and stop > part.stop
         if is_over and not part.is_proven:
             proof.tell_step(self, part, job)
-        leader.follow_step(self, part, stop)
+        leader.follow_step(self, part)
         while (part := self._wait_for_part(stop)) is not None:
             if part.stop != stop:
                 switchover.connect_ahead(self, part, stop)
@@ -87,6 +87,8 @@ class Stops:
             if not switchover.switch(self, part, job, arrived_s):
                 return False
             # once more: training may be held here for another move
+        if self.part is not None and self.part.sender is not None:
+            self.part.sender.arrive(stop)
         with self._changed:
             while self._is_end_open(stop):
                 self._changed.wait(1.0)
@@ -100,7 +102,8 @@ class Stops:
             while self._must_wait(stop):
                 self._changed.wait(1.0)
                 if self.part is not None and self.part.sender is not None:
-                    self.part.sender.open(stop)  # it may have come meanwhile
+                    self.part.sender.open()  # it may have come meanwhile
+                    self.part.sender.arrive(stop)
             part = self.part
             if part is not None and part.verdict == "SWITCH" and (part.stop == stop or part.due(stop)):
                 part.num_busy += 1

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from migration import internals, state
-from migration.communicators.base import OPERATION_TIMEOUT_S, Communicator
+from migration.communicators.base import Communicator
 from migration.errors import DeadlineExpired, MoveFailed
 from migration.gradients import Parts
 from migration.transfer import CHUNK_BYTES, chunks, patience_s, send_tensors
@@ -26,6 +26,7 @@ from migration.wire import Wire
 if TYPE_CHECKING:
     from migration.job import Job
 
+STREAM_PATIENCE_S = 30.0  # of the stream thread with a chunk: on a GPU, training may wait for the kernel too
 _MIN_BATCHES = 16
 
 
@@ -71,7 +72,7 @@ class Sender:
         self.state_digest = ""  # once no step comes before the switchover any more
         self.gradients: Parts | None = None  # likewise
         self.at_cut = False  # training has come to the switchover
-        self.stop = -1  # at which the gate was opened last
+        self.stop = -1  # that training has come to, once what must go to the joiner first has gone
         self._gate = threading.Condition()
         self._is_open = self._is_sending = self._is_broken = False
         self._param_groups: list[Any] | None = None  # as of the step whose gradients have to follow
@@ -84,7 +85,7 @@ class Sender:
         """Whether a step has been taken since parts of the state went over."""
         return self._param_groups is not None
 
-    def open(self, stop: int) -> None:
+    def open(self) -> None:
         """At a stop: the state stays as it is until `hold_back`. After a step, first sends the gradients of it."""
         if self._is_broken:
             return
@@ -92,7 +93,6 @@ class Sender:
             self._replay(self._param_groups)
             self._param_groups = None
         with self._gate:
-            self.stop = stop
             if not self._is_open:
                 if self._job.device.type == "cuda":
                     self._written = torch.cuda.Event()
@@ -100,9 +100,15 @@ class Sender:
                 self._is_open = True
             self._gate.notify_all()
 
+    def arrive(self, stop: int) -> None:
+        """The stream thread may do what is meant for `stop`."""
+        with self._gate:
+            self.stop = max(self.stop, stop)
+            self._gate.notify_all()
+
     def hold_back(self) -> None:
         """Before a step: returns when no batch is on its way. Raises DeadlineExpired if that takes too long."""
-        largest = max(batch.num_bytes for batch in self.batches)
+        largest = max((batch.num_bytes for batch in self.batches), default=0)
         with self._gate:
             self._is_open = False  # from now on the rate limit doesn't count
             if not self._gate.wait_for(lambda: not self._is_sending or self._is_broken, patience_s(largest)):
@@ -138,7 +144,7 @@ class Sender:
     def _take_turn(self) -> None:
         with self._gate:
             self._gate.wait_for(lambda: self._is_open or self._is_broken)
-            self._check()
+            self.check()
             self._is_sending = True
             self.wait_for_step_before()
 
@@ -147,7 +153,7 @@ class Sender:
         self._wire.send("BATCH", patience_s(0), index=index, steps=steps)
         for chunk in chunks(batch.tensors):
             started_s = time.monotonic()
-            self.num_bytes += send_tensors(self._pair, [chunk], OPERATION_TIMEOUT_S)
+            self.num_bytes += send_tensors(self._pair, [chunk], STREAM_PATIENCE_S)
             if self._limit_bytes_s:
                 self._rest(chunk.numel() / self._limit_bytes_s - (time.monotonic() - started_s))
         self.num_sent = index + 1
@@ -156,17 +162,18 @@ class Sender:
         """Keep to the rate limit, unless training waits."""
         with self._gate:
             self._gate.wait_for(lambda: not self._is_open or self._is_broken, max(0.0, seconds))
-            self._check()
+            self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises MoveFailed once the stream was stopped."""
         if self._is_broken:
             raise MoveFailed("the stream of the state was stopped")
 
     def wait_for_stop(self, stop: int) -> None:
-        """Until the training thread has opened the gate at `stop` or later. Raises MoveFailed if stopped."""
+        """Until the training thread has come to `stop` or further. Raises MoveFailed if stopped."""
         with self._gate:
             self._gate.wait_for(lambda: self.stop >= stop or self._is_broken)
-            self._check()
+            self.check()
 
     def wait_for_step_before(self) -> None:
         """On the device: what this thread issues from now on sees the last step done."""

@@ -22,6 +22,7 @@ from migration.errors import MoveFailed
 
 _LENGTH = struct.Struct("!Q")
 _HELLO_S = 5.0
+_HELLO_BYTES = 4096
 _LONG_S = 1e6  # never None: with a time limit the socket stays non-blocking, whichever thread set it last
 Message = dict[str, Any]
 
@@ -45,18 +46,20 @@ class Wire:
                 raise MoveFailed(f"message {do} couldn't be sent to the other side of the pair: {error}") from error
         return len(data)
 
-    def receive(self, timeout_s: float = _LONG_S) -> Message:
+    def receive(self, timeout_s: float = _LONG_S, most_bytes: int = 1 << 40) -> Message:
         """The next message. Raises MoveFailed if the other end is gone or says nothing for `timeout_s`."""
         try:
             size, = _LENGTH.unpack(self._read(_LENGTH.size, timeout_s))
+            if size > most_bytes:
+                raise MoveFailed(f"a message of {size} bytes, at most {most_bytes} were expected")
             return json.loads(self._read(size, timeout_s))
         except OSError as error:
             raise MoveFailed(f"no message from the other side of the pair: {error}") from error
 
     def _read(self, size: int, timeout_s: float) -> bytes:
-        parts, left = [], size
+        parts, left, ends_s = [], size, time.monotonic() + timeout_s
         while left:
-            self._socket.settimeout(timeout_s)
+            self._socket.settimeout(max(0.001, ends_s - time.monotonic()))
             part = self._socket.recv(min(left, 1 << 20))
             if not part:
                 raise ConnectionError("it has closed the connection")
@@ -78,7 +81,8 @@ class Listener:
 
     def __init__(self, store: dist.Store, name: str, address: str) -> None:
         self._name, self._token = name, secrets.token_hex(16)
-        self._server = socket.create_server(("", 0))
+        # on one machine nobody else needs to come in
+        self._server = socket.create_server(("127.0.0.1" if address == "127.0.0.1" else "", 0))
         store.set(f"{name}/wire", json.dumps([address, self._server.getsockname()[1], self._token]))
 
     def accept(self, timeout_s: float) -> Wire:
@@ -88,17 +92,19 @@ class Listener:
             while True:
                 self._server.settimeout(max(0.001, ends_s - time.monotonic()))
                 try:
-                    wire = Wire(self._server.accept()[0])
+                    connection = self._server.accept()[0]
                 except OSError as error:
                     raise MoveFailed(f"{self._name}: the leaver didn't connect within {timeout_s:.0f} s") from error
+                wire = Wire(connection)
                 if self._is_leaver(wire):
                     return wire
                 wire.close()  # only the leaver has read the store
 
     def _is_leaver(self, wire: Wire) -> bool:
         try:
-            return hmac.compare_digest(str(wire.receive(_HELLO_S).get("token")), self._token)
-        except (MoveFailed, ValueError, AttributeError):
+            token = wire.receive(_HELLO_S, _HELLO_BYTES)["token"]
+            return hmac.compare_digest(str(token).encode(), self._token.encode())
+        except Exception:  # whatever a stranger sends: it isn't the leaver
             return False
 
     def close(self) -> None:

@@ -38,6 +38,7 @@ class Communicator(Operations):
         self._config: Config | None = None  # NCCL keeps pointers into it
         self._lock = threading.Lock()
         self._init_returned = threading.Event()
+        self.issuing = threading.Lock()  # held by whoever issues in a group: an abort frees what that uses
 
     # ---- life
 
@@ -108,6 +109,14 @@ class Communicator(Operations):
             if time.monotonic() > ends_s:
                 raise DeadlinePassed(f"{self._title()}: abort: init showed no pointer within {visible_within_s} s")
             time.sleep(_POLL_S)
+        held = self.issuing.acquire(timeout=visible_within_s)  # the state is ABORTED: nobody begins to issue any more
+        try:
+            self._abort_pointer()
+        finally:
+            if held:
+                self.issuing.release()
+
+    def _abort_pointer(self) -> None:
         if self._pointer.value:
             check(self.raw, f"ncclCommAbort of {self._title()}", self.raw.ncclCommAbort(self._pointer))
 

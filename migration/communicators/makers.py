@@ -75,6 +75,7 @@ class NcclMaker(Maker):
         self._policy = NcclPolicy(switch=switch, connect_timeout_s=600.0, park_timeout_s=600.0)
         self._policy.validate()
         self._connect_in_background, self.allow_lazy = connect_in_background, allow_lazy
+        self._stream = torch.cuda.Stream(device)  # one for all: the allocator keeps what each stream has used
         install_p2p_grouping()
 
     def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int = 1) -> Communicator:
@@ -92,7 +93,7 @@ class NcclMaker(Maker):
                 f"{describe_pins(os.environ)}")
 
     def background(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(torch.cuda.Stream(self._device))
+        return torch.cuda.stream(self._stream)
 
     def connect_ahead(self, communicator: Communicator) -> None:
         if self._connect_in_background and communicator.switch == "connected":

@@ -71,7 +71,7 @@ class PairGroup:
             if not tensor.is_contiguous() or tensor.device != self._device:
                 raise ValueError(f"{self._bare.name}: {what} needs contiguous tensors on {self._device}")
         num_bytes = 0
-        with group(self._bare.raw):  # one launch; NCCL moves the parts side by side
+        with self._bare.issuing, group(self._bare.raw):  # one launch; NCCL moves the parts side by side
             for tensor in tensors:
                 tensor_bytes = tensor.numel() * tensor.element_size()
                 call(tensor.data_ptr(), tensor_bytes, DataType.UINT8, peer, stream)

@@ -39,7 +39,7 @@ def lead(job: Job, ends: Ends) -> str:
     sender = sender_of(job, ends)
     per_iteration = -(-len(sender.batches) // NUM_ITERATIONS)
     for iteration in range(NUM_ITERATIONS):
-        sender.open(boundary(iteration))
+        sender.open()
         for index in range(iteration * per_iteration, min((iteration + 1) * per_iteration, len(sender.batches))):
             sender._take_turn()
             sender._send(index, sender.batches[index])
@@ -47,7 +47,7 @@ def lead(job: Job, ends: Ends) -> str:
         job.compute_gradients()
         sender.hold_back()
         job.take_step()
-    sender.open(boundary(NUM_ITERATIONS))
+    sender.open()
     ends.wire.send("FINAL", WAIT_S)
     digest = gradients.digest_stream(sender.batches)
     job.compute_gradients()
@@ -112,13 +112,13 @@ def test_training_waits_for_the_batch_under_way_and_no_longer_than_it_has_patien
     with connected_pair() as ends, open_own_job(tiny_config()) as job:
         if is_leaver():
             sender = sender_of(job, ends)
-            sender.open(boundary(0))
+            sender.open()
             sender._take_turn()  # and its batch is never taken
             with pytest.raises(DeadlineExpired, match="can't wait longer"):
                 sender.hold_back()
             with pytest.raises(MoveFailed, match="stopped"):
                 sender._take_turn()
-            sender.open(cut(0))
+            sender.open()
             sender.hold_back()  # training goes on as if there were no stream
         world().barrier()
 
@@ -127,14 +127,14 @@ def test_the_gate_is_closed_during_a_step() -> None:
     with connected_pair() as ends, open_own_job(tiny_config()) as job:
         if is_leaver():
             sender = sender_of(job, ends)
-            sender.open(boundary(0))
+            sender.open()
             job.compute_gradients()
             sender.hold_back()
             sending = Background(sender.run)
             sending.join(0.05)
             assert sending.is_alive() and sender.num_sent == 0
             job.take_step()
-            sender.open(boundary(1))
+            sender.open()
             sending.outcome()
             assert sender.num_sent == len(sender.batches) > 4
         else:
@@ -151,7 +151,7 @@ def test_a_rate_limit_holds_while_training_does_not_wait() -> None:
     with connected_pair() as ends, open_own_job(tiny_config()) as job:
         if is_leaver():
             sender = sender_of(job, ends, limit_bytes_s=1.0)  # for ever
-            sender.open(boundary(0))
+            sender.open()
             sending = Background(sender.run)
             sending.join(0.1)
             assert sending.is_alive() and sender.num_sent == 0
