@@ -6,6 +6,8 @@ no move.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from running import assert_nothing_left, find_processes
 from support import LONG, Case, assert_equal, assert_moves, final_digests, last_iteration, trace
 
 from analysis.log import read_run
+from migration.footprint import read_footprints
 from slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(900)
@@ -69,6 +72,24 @@ def test_a_job_whose_time_is_over_is_requeued_and_goes_on(submit: Submit, undist
     first, second, whole = trace(read_run(job.run(0))), trace(read_run(job.run(1))), trace(read_run(twin))
     assert not first.keys() & second.keys() and {0, LONG.iterations - 1} <= {i for i, _ in first | second}
     assert first | second == whole
+    assert final_digests(read_run(job.run(1))) == final_digests(read_run(twin))
+
+
+def test_a_job_that_loses_a_process_is_requeued_from_its_checkpoint(submit: Submit, tmp_path: Path,
+                                                                   undisturbed: Callable[[Case], Path]) -> None:
+    """Nobody does anything: the script asks for the verdict, and Slurm starts it again."""
+    twin = undisturbed(LONG)
+    job = submit(*settings(LONG), "--checkpoint-every", "4", site=f'checkpoints = "{tmp_path}/checkpoints"')
+    job.wait_for(lambda: last_iteration(job.run()) >= 9, "iteration 9")
+    (lost,) = [footprint for footprint in read_footprints(str(job.run())) if footprint.world_rank == 3]
+    os.kill(lost.pid, signal.SIGKILL)
+    job.wait_for(lambda: (job.run() / "result.json").exists(), "the first run's end")
+    result = json.loads((job.run() / "result.json").read_text())
+    assert (result["status"], result["requeue"]) == ("failed", True) and "world rank 3 on b1" in result["error"], result
+    assert job.wait() == "COMPLETED", job.out[-3000:]
+    first, second, whole = trace(read_run(job.run(0))), trace(read_run(job.run(1))), trace(read_run(twin))
+    assert {LONG.iterations - 1} <= {i for i, _ in second} and min(i for i, _ in second) % 4 == 0
+    assert all(whole[key] == row for key, row in first.items()) and {**first, **second} == whole
     assert final_digests(read_run(job.run(1))) == final_digests(read_run(twin))
 
 
