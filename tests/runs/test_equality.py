@@ -61,9 +61,11 @@ def assert_held_as_assigned(run: Path, moves: list[Move], at: tuple[int, ...], j
         assert found == [(holder, generation) for holder in holders], f"iteration {iteration}"
 
 
-@pytest.mark.parametrize("settings", [DISTRIBUTED, (*OVERLAP, *GATHER), PLAIN, (*PLAIN, *OVERLAP)],
-                         ids=["distributed", "distributed_overlap", "plain", "plain_overlap"])
-@pytest.mark.parametrize("profile", ["tiny_TP2_PP1", "tiny_TP2_PP2", "tiny_TP1_PP2"])
+# every profile with every optimizer and with overlap; all pairs of these would take twice as long
+@pytest.mark.parametrize(("profile", "settings"), [
+    ("tiny_TP2_PP1", DISTRIBUTED), ("tiny_TP2_PP1", (*PLAIN, *OVERLAP)),
+    ("tiny_TP2_PP2", DISTRIBUTED), ("tiny_TP2_PP2", (*OVERLAP, *GATHER)), ("tiny_TP2_PP2", PLAIN),
+    ("tiny_TP1_PP2", (*OVERLAP, *GATHER)), ("tiny_TP1_PP2", PLAIN)])
 def test_every_training_host_in_one_run(harness: Harness, undisturbed: Undisturbed, profile: str,
                                         settings: tuple[str, ...]) -> None:
     run = move_and_compare(harness, undisturbed, Case(profile=profile, settings=settings), at=(4, 8, 12))
@@ -90,7 +92,7 @@ def test_first_and_last_cut(harness: Harness, undisturbed: Undisturbed) -> None:
     ids=["distributed_overlap", "plain_per_token_loss", "fp16_with_overflows"])
 def test_a_stream_over_many_iterations(harness: Harness, undisturbed: Undisturbed, case: Case) -> None:
     """Batches go over between several steps, whose gradients follow. Leavers take the last step too."""
-    run = move_and_compare(harness, undisturbed, case, (10, 11, 12), "--transfer-limit", "0.1", "--leaver-steps")
+    run = move_and_compare(harness, undisturbed, case, (10, 11, 12), "--transfer-limit", "0.15", "--leaver-steps")
     replays = [span for span in read_run(run).spans if span["name"] == b"replay"]
     first = [span["world_rank"] for span in replays if span["move"] == 0]
     assert min(first.count(rank) for rank in (2, 3)) >= 2, "the stream was over before steps came"
