@@ -5,13 +5,14 @@ when the call returns. Knows nothing of the protocol: another thread may abort t
 """
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from migration.communicators.base import Communicator
-from migration.errors import StateMismatch
+from migration.errors import DeadlineExpired, StateMismatch
 from migration.state import State, as_bytes
 from migration.wire import Message, Wire
 
@@ -40,11 +41,17 @@ def num_bytes(parts: Iterable[torch.Tensor]) -> int:
 def send_tensors(pair: Communicator, tensors: Iterable[torch.Tensor], timeout_s: float | None = None) -> int:
     """The leaver's side. Returns the bytes sent. `timeout_s`: patience, unless given. Collective over the pair.
 
-    Raises RuntimeError if the joiner is gone or too slow.
+    Raises DeadlineExpired if the joiner is too slow, RuntimeError if it is gone.
     """
     parts = chunks(tensors)
     size = num_bytes(parts)
-    pair.send_all(parts, JOINER, patience_s(size) if timeout_s is None else timeout_s)
+    limit_s, started_s = patience_s(size) if timeout_s is None else timeout_s, time.monotonic()
+    try:
+        pair.send_all(parts, JOINER, limit_s)
+    except RuntimeError as error:
+        if time.monotonic() - started_s < limit_s:
+            raise
+        raise DeadlineExpired(f"the joiner took longer than {limit_s:.1f} s to receive {size} bytes") from error
     return size
 
 
