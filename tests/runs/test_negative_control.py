@@ -34,8 +34,8 @@ def test_every_kind_has_its_control() -> None:
 
 
 def arm(kind: str) -> tuple[str, ...]:
-    """Parameters are sent at a boundary only: at the cut they come with the optimizer's step."""
-    return ("--arm", "two_stage+warmup") if kind == "parameters" else ()
+    """At the cut parameters come with the optimizer's step, and the stream brings step counts and learning rates along."""
+    return ("--arm", "two_stage+warmup") if kind in ("parameters", "optimizer_steps", "param_groups") else ()
 
 
 def kind_case(kind: str) -> Case:
