@@ -7,7 +7,6 @@ alone, must have the same losses and the same state at its end.
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from migration.data import Samples, open_source
 from migration.groups import Groups
 from migration.job import Job, close_job, open_groups
 from migration.stores import connect_store, start_store
+from migration.timeline import process_counts
 
 TIMEOUT_S = 60.0  # of one preparation
 HANG_S = 150.0    # after which a round is hung
@@ -202,10 +202,8 @@ def count_resources(device: torch.device) -> dict[str, int]:
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)
         used = (whole - free) >> 20
-    with open("/proc/self/statm") as statm:
-        resident_mib = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
-    return {"device_mib": used, "threads": len(os.listdir("/proc/self/task")), "fds": len(os.listdir("/proc/self/fd")),
-            "resident_mib": resident_mib}
+    rss_bytes, num_fds, num_threads = process_counts()
+    return {"device_mib": used, "threads": num_threads, "fds": num_fds, "resident_mib": rss_bytes >> 20}
 
 
 def wait_for(condition: Any, timeout_s: float, what: str) -> None:

@@ -25,7 +25,7 @@ class Follower:
 
     def __init__(self, *, job: Job, pair: Communicator, wire: Wire, omit: frozenset[str],
                  connect: Callable[[list[str], int], None]) -> None:
-        self._job, self._pair, self._wire, self._omit = job, pair, wire, omit
+        self._job, self._pair, self._wire = job, pair, wire
         self._connect = connect
         self._batches = build_batches(job, omit)
         self.num_bytes = 0
@@ -46,9 +46,8 @@ class Follower:
     def _on_batch(self, message: Message) -> None:
         batch = self._batches[message["index"]]
         self._take(batch.tensors)
-        states = list(internals.adam_states(self._job.optimizer))[batch.first:batch.end]
-        for (_, _, moments), step in zip(states, message["steps"], strict=True):
-            moments["step"].fill_(step)
+        for step, value in zip(batch.steps, message["steps"], strict=True):
+            step.fill_(value)
 
     @torch.no_grad()
     def _on_replay(self, message: Message) -> None:

@@ -79,7 +79,7 @@ def read_footprints(run: str) -> list[Footprint]:
 
 def find_processes(run: str) -> dict[int, Found]:
     """Every living process of the run on this machine, by pid, without the one that asks and those above it."""
-    stats = {pid: stat for pid in _pids() if (stat := _read_stat(pid)) is not None and stat.state != "Z"}
+    stats = {pid: stat for pid in _pids() if (stat := read_stat(pid)) is not None and stat.state != "Z"}
     not_ours = set(_with_ancestors(os.getpid(), stats))
     boot_id = _boot_id()
     written = {f.pid: f for f in read_footprints(run) if f.is_here and f.boot_id == boot_id}
@@ -96,14 +96,16 @@ def find_processes(run: str) -> dict[int, Found]:
 
 def is_alive(found: Found) -> bool:
     """Whether this very process still lives; another one with its pid isn't it."""
-    stat = _read_stat(found.pid)
+    stat = read_stat(found.pid)
     return stat is not None and stat.state != "Z" and stat.start_ticks == found.start_ticks
 
 
 # ---- /proc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stat:
+class Stat:
+    """Of /proc/PID/stat. A process is known by its pid and its start, since a pid may become another's."""
+
     state: str
     parent: int
     start_ticks: int
@@ -113,17 +115,17 @@ def _pids() -> Iterator[int]:
     return (int(name) for name in os.listdir(_PROC) if name.isdigit())
 
 
-def _read_stat(pid: int) -> _Stat | None:
+def read_stat(pid: int) -> Stat | None:
     """None if the process has ended."""
     try:
         fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return _Stat(state=fields[0], parent=int(fields[1]), start_ticks=int(fields[19]))
+    return Stat(state=fields[0], parent=int(fields[1]), start_ticks=int(fields[19]))
 
 
 def _start_ticks(pid: int) -> int:
-    stat = _read_stat(pid)
+    stat = read_stat(pid)
     assert stat is not None, f"process {pid} asks for its own start time"
     return stat.start_ticks
 
@@ -132,7 +134,7 @@ def _boot_id() -> str:
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
-def _with_ancestors(pid: int, stats: Mapping[int, _Stat]) -> Iterator[int]:
+def _with_ancestors(pid: int, stats: Mapping[int, Stat]) -> Iterator[int]:
     while pid in stats:
         yield pid
         pid = stats[pid].parent

@@ -6,6 +6,7 @@ goes wrong here may hold training up for long or end it: it is reported, and the
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,10 +77,8 @@ def follow_step(member: Member, part: Part | None) -> None:
     if part is None or part.sender is None or part.verdict == "ABORT":
         return
     try:
-        if part.sender.has_step_to_follow:
-            with member.timeline.span("replay", "PREPARING", **part.tags(member.generation)):
-                part.sender.open()
-        else:
+        replay = member.timeline.span("replay", "PREPARING", **part.tags(member.generation))
+        with replay if part.sender.has_step_to_follow else nullcontext():
             part.sender.open()
     except Exception as error:  # the joiner's trouble: the controller decides, training goes on
         _give_up(member, part, error)

@@ -49,11 +49,6 @@ class Stops:
                 self._changed.wait(1.0)
             return value
 
-    def notify(self) -> None:
-        """Something has changed that a waiting thread looks at."""
-        with self._changed:
-            self._changed.notify_all()
-
     # ---- the stops
 
     def at_boundary(self, job: Job) -> bool:

@@ -32,12 +32,12 @@ _MIN_BATCHES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Whole optimizer parameters `first` to `end` - 1, each with its moments: what is sent between two steps or not
+    """Whole optimizer parameters up to number `end` - 1, each with its moments: what is sent between two steps or not
     at all."""
 
-    first: int
     end: int
     tensors: tuple[torch.Tensor, ...]
+    steps: tuple[torch.Tensor, ...]  # Adam's step counts, on the host: as words
 
     @property
     def num_bytes(self) -> int:
@@ -56,7 +56,8 @@ def build_batches(job: Job, omit: frozenset[str]) -> list[Batch]:
         tensors += own
         size += sum(t.numel() * t.element_size() for t in own)
         if size >= batch_bytes or i + 1 == len(states):
-            batches.append(Batch(first=first, end=i + 1, tensors=tuple(tensors)))
+            steps = tuple(moments["step"] for _, _, moments in states[first:i + 1])
+            batches.append(Batch(end=i + 1, tensors=tuple(tensors), steps=steps))
             tensors, first, size = [], i + 1, 0
     return batches
 
@@ -65,7 +66,7 @@ class Sender:
     """The leaver's side. `run` by the stream thread; `open` and `hold_back` by the training thread, at its stops."""
 
     def __init__(self, *, job: Job, pair: Communicator, wire: Wire, omit: frozenset[str], limit_bytes_s: float) -> None:
-        self._job, self._pair, self._wire, self._omit = job, pair, wire, omit
+        self._job, self._pair, self._wire = job, pair, wire
         self._limit_bytes_s = limit_bytes_s
         self.batches = build_batches(job, omit)
         self.num_sent, self.num_bytes = 0, 0  # batches; bytes, replayed gradients too
@@ -149,8 +150,7 @@ class Sender:
             self.wait_for_step_before()
 
     def _send(self, index: int, batch: Batch) -> None:
-        steps = state.KINDS["optimizer_steps"].get(self._job)[batch.first:batch.end]
-        self._wire.send("BATCH", patience_s(0), index=index, steps=steps)
+        self._wire.send("BATCH", patience_s(0), index=index, steps=[step.item() for step in batch.steps])
         for chunk in chunks(batch.tensors):
             started_s = time.monotonic()
             self.num_bytes += send_tensors(self._pair, [chunk], STREAM_PATIENCE_S)

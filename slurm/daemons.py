@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from migration.footprint import read_stat
+
 _TERM_GRACE_S = 5.0
 _KILL_GRACE_S = 5.0
 _POLL_S = 0.02
@@ -94,14 +96,13 @@ def _send(daemons: Sequence[Daemon], signum: int) -> None:
 
 def _start_ticks(pid: int) -> int | None:
     """None for a process that has ended, a zombie included (which is reaped if it is a child of this process)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    stat = read_stat(pid)
+    if stat is None:
         return None
-    if fields[0] == "Z":
+    if stat.state == "Z":
         try:
             os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:
             pass  # another's child: its parent reaps it
         return None
-    return int(fields[19])
+    return stat.start_ticks
