@@ -5,11 +5,13 @@ process.
 """
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +149,15 @@ def count_resources(groups: Groups) -> dict[str, int]:
     if device().type == "cuda":
         free, total = torch.cuda.mem_get_info(device())
         found["device_mib"] = (total - free) >> 20
+    return found
+
+
+def thread_names() -> list[str]:
+    """What the system calls the threads of this process."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # one that has just ended
+            found.append((task / "comm").read_text().strip())
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from four_ranks import (WAIT_S, Background, build_generation, count_resources, device, end_for_peer, is_flat,
-                        make_maker, new_store, wait_until, world)
+                        make_maker, new_store, thread_names, wait_until, world)
 from three_slots import JOB_SIZE, MOVED_SLOT, STAYERS, Process, prepare, start_job, swap
 from tiny_jobs import shared_groups
 
@@ -316,6 +316,13 @@ def test_ten_swaps_leave_nothing_behind(process: Process) -> None:
             wait_until(lambda: is_flat(count_resources(process.groups), before),
                        f"what swap {i} left behind to go: {count_resources(process.groups)}, before {before}")
         world().barrier()
+
+
+def test_all_groups_share_one_gloo_thread(process: Process) -> None:
+    """A thread for each group would wake up 100 times a second beside training."""
+    if world().rank < JOB_SIZE:
+        assert len([c for c in process.groups.communicators if len(c.slots) > 1]) > 1
+    assert thread_names().count("gloo_tcp_loop") <= 1
 
 
 def test_generation_by_generation_in_one_job(process: Process) -> None:
