@@ -34,8 +34,13 @@ def test_every_kind_has_its_control() -> None:
 
 
 def arm(kind: str) -> tuple[str, ...]:
-    """At the cut parameters come with the optimizer's step, and the stream brings step counts and learning rates along."""
-    return ("--arm", "two_stage+warmup") if kind in ("parameters", "optimizer_steps", "param_groups") else ()
+    """At the cut parameters come with the optimizer's step, and the stream brings step counts and learning rates along.
+
+    And a step that is replayed with moments that never came gives wrong main parameters: whether there is one depends
+    on how fast the stream is, and then the digests end the move.
+    """
+    at_boundary = ("parameters", "optimizer_steps", "param_groups", "moments")
+    return ("--arm", "two_stage+warmup") if kind in at_boundary else ()
 
 
 def kind_case(kind: str) -> Case:
@@ -52,7 +57,8 @@ def test_left_out(harness: Harness, undisturbed: Undisturbed, kind: str) -> None
     finished = harness(*case.arguments(NUM_PROCESSES), *vacate("b1->b2@4"), "--omit-state", kind, *arm(kind),
                        np=NUM_PROCESSES)
     moved = read_run(finished.run)
-    assert [text(outcome) for outcome in moved.moves["outcome"]] == ["COMMITTED"], finished.err[-2000:]
+    found = [(text(move["outcome"]), text(move["reason"])) for move in moved.moves]
+    assert found == [("COMMITTED", "")], finished.err[-2000:]
     assert compare([str(twin), str(finished.run)]) == 1
 
 
