@@ -26,6 +26,7 @@ from migration.record import MoveRecord, RunRecord
 from migration.requests import RequestServer
 from migration.schedule import Pending, connects_per_boundary, spread_connects
 from migration.timeline import Timeline
+from migration.topology import pipeline_role
 from migration.watch import Watch
 from migration.world import World
 
@@ -53,6 +54,7 @@ class Actions:
         self._current: Pending | None = None
         self._move: MoveRecord | None = None
         self._positions: dict[int, int] = {}
+        self._warm_roles: dict[int, frozenset[str]] = {}  # by world rank: pipeline roles that its process has run
         self._may_be_closed = False  # old communicators of the move under way: members were told to make room
         self._finished: set[int] = set()
         self._unconnected: set[str] = set()  # prepared groups of the move under way that can be connected ahead
@@ -121,8 +123,11 @@ class Actions:
         self._start_store(self._tell_to_prepare)
 
     def _tell_to_prepare(self) -> None:
-        assert self._tally.plan is not None and self._current is not None
-        self._to_members("PREPARE", arm=self._current.arm_name, plan=self._tally.plan.to_json(),
+        plan = self._tally.plan
+        assert plan is not None and self._current is not None
+        # all or none: joiners of one host run their shadow iterations together
+        are_warm = all(pipeline_role(self.config, a.slot) in self._warm_roles.get(a.joiner, ()) for a in plan.assignments)
+        self._to_members("PREPARE", arm=self._current.arm_name, plan=plan.to_json(), are_joiners_warm=are_warm,
                          generation=self._tally.generation + 1,
                          store=[self._address, self._store.port], timeout_s=self.options.prepare_deadline_s)
 

@@ -104,7 +104,8 @@ def _add_moves(parser: Parser) -> None:
     moves.add_argument("--warm-up", default="synthetic", choices=("off", "synthetic", "recorded"), help="a joiner runs "
                        "a shadow iteration that no peer takes part in: with made-up answers, or with those that its "
                        "slot got in the run's first iteration, kept in RUN/recordings; recorded also compares every "
-                       "call and the loss (default: %(default)s)")
+                       "call and the loss, synthetic is left out where all joiners have run their roles before "
+                       "(default: %(default)s)")
     moves.add_argument("--record-limit", type=int, default=64, metavar="MIB", help="host memory, and size of the "
                        "file, of such a recording per slot: what is large against it is kept in part (default: "
                        "%(default)s)")

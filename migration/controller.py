@@ -57,9 +57,10 @@ class Controller(Stopping, Leaving):
             getattr(self, "_on_" + record["kind"].lower())(record)
 
     def _on_alive(self, record: Record) -> None:
-        """That it came says that the process lives; and whether it is done with the last move."""
+        """That it came says that the process lives; and whether it is done with the last move, and what it has run."""
         if record["idle"]:
             self._idle.add(record["from"])
+        self._warm_roles[record["from"]] = frozenset(record["roles"])
 
     def _on_ready(self, record: Record) -> None:
         self._ready.add(record["from"])

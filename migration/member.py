@@ -110,7 +110,7 @@ class Member(Stops):
         os._exit(code)
 
     def _on_beat(self, _record: Record) -> None:
-        self.tell("ALIVE", idle=self.part is None and not self.groups.is_closing)
+        self.tell("ALIVE", idle=self.part is None and not self.groups.is_closing, roles=sorted(self.warm_roles))
 
     def _on_start(self, record: Record) -> None:
         self.started = record
@@ -139,7 +139,8 @@ class Member(Stops):
                 role, slot = "leaver" if a.leaver == self.world.rank else "joiner", a.slot
         assert slot is not None, f"world rank {self.world.rank} has no part in {record['plan']}"
         self.part = Part(number=record["move"], generation=record["generation"], plan=plan, role=role, slot=slot,
-                         arm=ARMS[record["arm"]], store=tuple(record["store"]), prepare_timeout_s=record["timeout_s"])
+                         arm=ARMS[record["arm"]], store=tuple(record["store"]), prepare_timeout_s=record["timeout_s"],
+                         are_joiners_warm=record["are_joiners_warm"])
         if role == "joiner":
             self.part.num_busy = 1  # its main thread, in standby.py, which starts the prepare thread
         else:

@@ -24,6 +24,7 @@ class Part:
     slot: int  # the own one, or the one to take
     store: tuple[str, int]
     prepare_timeout_s: float
+    are_joiners_warm: bool = False  # every joiner has run its slot's pipeline role in its process
     position: int | None = None  # once accepted: the first iteration that runs in the new generation as a whole
     connects: tuple[tuple[str, int], ...] = ()  # groups to connect ahead, and before which iteration each
     verdict: str = ""  # then SWITCH, then COMMIT or ABORT

@@ -29,7 +29,7 @@ _LOOK_S = 0.02  # for a file that another process writes, perhaps on another hos
 
 def find_groups_among_joiners(member: Member, part: Part) -> tuple[str, ...]:
     """Names of the joiner's groups whose next members are all joiners on its host. Its handles must be open."""
-    if member.options.warm_up == "off" or not member.options.joiner_traffic:
+    if not _is_shadow_wanted(member, part) or not member.options.joiner_traffic:
         return ()
     hosts = [hello["host"] for hello in member.world.hellos]
     here = [a.slot for a in part.plan.assignments if hosts[a.joiner] == hosts[member.world.rank]]
@@ -41,7 +41,10 @@ def warm_up(member: Member, part: Part, job: Job) -> None:
 
     Raises MoveFailed: no recording came, a call differs from the recorded one, or (--require-bitwise) the loss does.
     """
-    if member.options.warm_up == "off":
+    if not _is_shadow_wanted(member, part):
+        if part.are_joiners_warm:
+            member.timeline.add_event("warm_up", f"slot {part.slot}: every joiner has run its role in this process",
+                                      part.number)
         return
     tags = part.tags(member.generation)
 
@@ -61,6 +64,12 @@ def warm_up(member: Member, part: Part, job: Job) -> None:
     if recording is not None:
         told = compare(recording, result, must_be_equal=member.options.require_bitwise)
         member.timeline.add_event("warm_up", told, part.number)
+
+
+def _is_shadow_wanted(member: Member, part: Part) -> bool:
+    """Not where it would pay for what these processes have paid for; but a recorded one compares their arithmetic too."""
+    mode = member.options.warm_up
+    return mode == "recorded" or (mode == "synthetic" and not part.are_joiners_warm)
 
 
 def run_shadow(job: Job, recording: Recording | None, real: dict[str, Any],

@@ -1,12 +1,11 @@
 """Ten moves in one run: nothing is left over from a generation, and the last bit is still right."""
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 from support import Case, Harness, Undisturbed, assert_equal, completed, outcomes, undisturbed, vacate  # noqa: F401
 
-from analysis.log import Run, read_run
+from analysis.log import Run, read_run, text
 
 NUM_MOVES = 10
 EVERY = 7  # iterations
@@ -46,6 +45,13 @@ def between_moves(run: Run, after_move: int) -> np.ndarray:
 
 def test_equal(ten_moves: Run, undisturbed: Undisturbed) -> None:
     assert_equal(CASE, undisturbed(CASE), ten_moves.path)
+
+
+def test_only_what_has_never_run_is_warmed_up(ten_moves: Run) -> None:
+    """The spares of the start; all later joiners have trained before."""
+    warmed = [(int(span["world_rank"]), int(span["move"])) for span in ten_moves.spans
+              if text(span["name"]) == "warm_up"]
+    assert sorted(warmed) == [(6, 0), (7, 0)]
 
 
 def test_number_of_groups_is_constant(ten_moves: Run) -> None:
