@@ -68,9 +68,11 @@ def send_at_cut(member: Member, part: Part, job: Job) -> tuple[str, int]:
     own = gradients.capture_rest(job, omit)
     losses = [float(loss).hex() for loss in job.micro_losses or ()]
     with member.timeline.span("transfer", "SWITCHING", **part.tags(member.generation)) as span:
-        span.bytes = part.wire.send("CUT", transfer.patience_s(0), whole=whole, ranges=ranges)
-        span.bytes += transfer.send_tensors(part.pair, _gradients(job, whole, ranges, omit))
-        span.bytes += transfer.send_state(part.pair, part.wire, own, losses=losses)
+        # one message and one transfer: every turn that a process has to wait for lengthens the pause
+        span.bytes = part.wire.send("CUT", transfer.patience_s(0), whole=whole, ranges=ranges, losses=losses,
+                                    manifest=own.manifest(), values=own.values)
+        span.bytes += transfer.send_tensors(part.pair, [*_gradients(job, whole, ranges, omit),
+                                                        *transfer.all_tensors(own)])
     with member.timeline.span("digest", "SWITCHING", **part.tags(member.generation)):
         return _digest_at_cut(job, part.sender.state_digest, own, losses, omit), span.bytes
 
@@ -87,13 +89,13 @@ def receive_at_cut(member: Member, part: Part, job: Job, follower: Follower, mes
     assert part.pair is not None and part.position is not None
     omit = frozenset(member.options.omit_state)
     own = gradients.capture_rest(job, omit)
-    with member.timeline.span("transfer", "SWITCHING", **part.tags(member.generation)) as span:
-        shards = _gradients(job, message["whole"], message["ranges"], omit)
-        span.bytes = transfer.receive_tensors(part.pair, shards)
-        message = part.wire.receive(transfer.patience_s(0))
-        span.bytes += transfer.receive_state(part.pair, message, own)
-    with member.timeline.span("apply", "SWITCHING", **part.tags(member.generation)):
+    transfer.check(message["manifest"], own)
+    with member.timeline.span("apply", "SWITCHING", **part.tags(member.generation)):  # while the bytes are on their way
         state.apply_values(job, message["values"], omit | gradients.KINDS_OF_STREAM)
+    with member.timeline.span("transfer", "SWITCHING", **part.tags(member.generation)) as span:
+        span.bytes = transfer.receive_tensors(part.pair, [*_gradients(job, message["whole"], message["ranges"], omit),
+                                                          *transfer.all_tensors(own)])
+    with member.timeline.span("apply", "SWITCHING", **part.tags(member.generation)):
         internals.prepare_for_step(job.chunks)
         job.iteration = part.position - 1
         job.micro_losses = [torch.tensor(float.fromhex(text), device=job.device) for text in message["losses"]]

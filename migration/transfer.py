@@ -67,9 +67,9 @@ def all_tensors(state: State) -> list[torch.Tensor]:
     return [tensor for named in state.tensors.values() for tensor in named.values()]
 
 
-def send_state(pair: Communicator, wire: Wire, own: State, **more: Any) -> int:
-    """The leaver's side. `more` goes along with the words. Returns the bytes sent. Collective over the pair."""
-    size = wire.send("STATE", patience_s(0), manifest=own.manifest(), values=own.values, **more)
+def send_state(pair: Communicator, wire: Wire, own: State) -> int:
+    """The leaver's side. Returns the bytes sent. Collective over the pair."""
+    size = wire.send("STATE", patience_s(0), manifest=own.manifest(), values=own.values)
     return size + send_tensors(pair, all_tensors(own))
 
 
@@ -79,11 +79,13 @@ def receive_state(pair: Communicator, message: Message, own: State) -> int:
     Collective over the pair. Raises StateMismatch if names, dtypes or shapes differ, RuntimeError if the leaver is
     gone.
     """
-    _check(message["manifest"], own.manifest())
+    check(message["manifest"], own)
     return receive_tensors(pair, all_tensors(own))
 
 
-def _check(theirs: dict, own: dict) -> None:
+def check(theirs: dict[str, Any], state: State) -> None:
+    """Raises StateMismatch where the leaver's manifest isn't that of the joiner's state."""
+    own = state.manifest()
     for kind in sorted(set(theirs) | set(own)):
         if theirs.get(kind) != own.get(kind):
             rows = [r for r in theirs.get(kind, []) + own.get(kind, [])

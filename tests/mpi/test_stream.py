@@ -68,18 +68,17 @@ def send_cut(job: Job, ends: Ends) -> None:
     for name, shard in zip(early, shards, strict=True):
         shard.copy_(kept[name])
     ranges = [(name, start, end) for name in early for start, end in late[name]]
-    ends.wire.send("CUT", WAIT_S, whole=[], ranges=ranges)
-    transfer.send_tensors(ends.pair, gradients.select(job, [], ranges))
-    losses = [float(loss).hex() for loss in job.micro_losses]
-    transfer.send_state(ends.pair, ends.wire, gradients.capture_rest(job, NONE), losses=losses)
+    own, losses = gradients.capture_rest(job, NONE), [float(loss).hex() for loss in job.micro_losses]
+    ends.wire.send("CUT", WAIT_S, whole=[], ranges=ranges, losses=losses, values=own.values)
+    transfer.send_tensors(ends.pair, [*gradients.select(job, [], ranges), *transfer.all_tensors(own)])
 
 
 def receive_cut(job: Job, ends: Ends, follower: Follower) -> None:
     message = follower.follow()
-    transfer.receive_tensors(ends.pair, gradients.select(job, message["whole"], message["ranges"]))
-    message = ends.wire.receive(WAIT_S)
-    transfer.receive_state(ends.pair, message, gradients.capture_rest(job, NONE))
+    own = gradients.capture_rest(job, NONE)
     state.apply_values(job, message["values"], gradients.KINDS_OF_STREAM)
+    transfer.receive_tensors(ends.pair, [*gradients.select(job, message["whole"], message["ranges"]),
+                                         *transfer.all_tensors(own)])
     internals.prepare_for_step(job.chunks)
     job.iteration = NUM_ITERATIONS
     job.micro_losses = [torch.tensor(float.fromhex(text), device=job.device) for text in message["losses"]]
