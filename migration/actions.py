@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from migration import pacing
 from migration.arms import boundary
 from migration.checkpoint_files import list_complete
 from migration.config import Config
@@ -58,6 +59,7 @@ class Actions:
         self._may_be_closed = False  # old communicators of the move under way: members were told to make room
         self._finished: set[int] = set()
         self._unconnected: set[str] = set()  # prepared groups of the move under way that can be connected ahead
+        self._prepared: dict[int, tuple[int, int]] = {}  # by world rank: groups prepared, of how many
         self._connect_s = 0.0  # what connecting a group took before, at the slowest member
         self._times_s: deque[float] = deque(maxlen=5)  # of the last iterations
         self._ended = False
@@ -119,7 +121,7 @@ class Actions:
 
     def _send_prepare(self) -> None:
         self._watch.set_deadline(self.options.prepare_deadline_s, "preparation")
-        self._unconnected, self._may_be_closed = set(), False
+        self._unconnected, self._may_be_closed, self._prepared = set(), False, {}
         self._start_store(self._tell_to_prepare)
 
     def _tell_to_prepare(self) -> None:
@@ -129,7 +131,17 @@ class Actions:
         are_warm = all(pipeline_role(self.config, a.slot) in self._warm_roles.get(a.joiner, ()) for a in plan.assignments)
         self._to_members("PREPARE", arm=self._current.arm_name, plan=plan.to_json(), are_joiners_warm=are_warm,
                          generation=self._tally.generation + 1,
-                         store=[self._address, self._store.port], timeout_s=self.options.prepare_deadline_s)
+                         store=[self._address, self._store.port], timeout_s=self.options.prepare_deadline_s,
+                         rests_s=self._all_rests_s())
+
+    def _all_rests_s(self) -> float:
+        """How long from now members may rest between groups: not at all where training stands still meanwhile."""
+        assert self._current is not None
+        if self._current.arm.stops_first:
+            return 0.0
+        furthest = max(self._positions.get(r, 0) for r in self._tally.roster.holders)
+        num_left = self.options.last_iteration(self.config.iterations) - furthest
+        return pacing.all_rests_s(self.options.prepare_deadline_s, num_left * min(self._times_s, default=0.0))
 
     def _propose_position(self) -> None:
         """Two iterations past the furthest slot, not before the one that was asked for, and not past another's hold."""

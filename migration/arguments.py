@@ -13,6 +13,7 @@ from migration.config import Config, apply_settings
 from migration.errors import UserError
 from migration.faults import parse_fault
 from migration.options import AT_THE_CUT, STATE_KINDS, Options
+from migration.pacing import AUTO, SHARES, parse_share
 from migration.plan import parse_vacate
 from migration.profiles import get_profile
 from migration.straggler import FACTOR, FEWEST, IN_A_ROW, parse_slow
@@ -99,6 +100,12 @@ def _add_moves(parser: Parser) -> None:
                        f"them in turn: {', '.join(ARMS)} (default: %(default)s; see microbenchmark.md)")
     moves.add_argument("--transfer-limit", type=float, default=0.0, metavar="MB/S", help="a leaver sends its state no "
                        "faster than this while training goes on (default: no limit)")
+    moves.add_argument("--prepare-share", default=AUTO, metavar="SHARE", help="after each communicator that is "
+                       "prepared beside training, rest until preparing has taken this share of the time, so that "
+                       "iterations keep their length; rests end in the first half of --prepare-deadline and of what "
+                       "is left of training, with the abort of the move, and where training waits for it; between "
+                       f"closing old ones likewise; 1: no rest (default: {AUTO}, {SHARES['cuda']:g} on GPUs, "
+                       f"{SHARES['cpu']:g} on CPUs)")
     moves.add_argument("--require-bitwise", action="store_true", help="abort a move after which sums would have other "
                        "bits, instead of saying so")
     moves.add_argument("--warm-up", default="synthetic", choices=("off", "synthetic", "recorded"), help="a joiner runs "
@@ -229,6 +236,7 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
     if not 0 <= args.transfer_limit < float("inf"):
         raise UserError(f"--transfer-limit {args.transfer_limit:g}: must be 0 (none) or a number of MB/s")
     parse_pins(args.nccl_pin)
+    prepare_share = parse_share(args.prepare_share)
     if args.nccl_switch == "lazy" and not args.allow_lazy:
         raise UserError("--nccl-switch lazy: closes old communicators before the commit, so that a move that aborts "
                         "later must rebuild them; add --allow-lazy if that will do")
@@ -240,7 +248,7 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
     return config, Options(
         run=run, hosts=tuple(args.hosts.split(",")) if args.hosts else (), vacate=tuple(args.vacate),
         hold=args.hold, lead=args.lead, arms=get_arms(args.arm), transfer_limit_bytes_s=args.transfer_limit * 1e6,
-        leaver_steps=args.leaver_steps, prepare_deadline_s=args.prepare_deadline,
+        leaver_steps=args.leaver_steps, prepare_deadline_s=args.prepare_deadline, prepare_share=prepare_share,
         switch_deadline_s=args.switch_deadline, heartbeat_timeout_s=args.heartbeat_timeout,
         orphan_timeout_s=args.orphan_timeout, require_bitwise=args.require_bitwise, faults=tuple(args.fault),
         checkpoints=os.path.abspath(checkpoints) if checkpoints else "", checkpoint_every=args.checkpoint_every,

@@ -100,7 +100,7 @@ def _status(argv: list[str]) -> int:
         print(json.dumps(status, indent=1))
         return 0
     print(f"iteration {status['iteration']}/{status['num_iterations']}, generation {status['generation']}, phase "
-          f"{status['phase']}" + (f" ({status['move']})" if status["move"] else ""))
+          f"{status['progress'] or status['phase']}")
     print(f"controller: world rank {status['controller']}, term {status['term']}"
           + (f"; lost world ranks: {status['lost']}" if status["lost"] else ""))
     for host, row in status["hosts"].items():

@@ -83,6 +83,8 @@ class Controller(Stopping, Leaving):
 
     def _on_progress(self, record: Record) -> None:
         self._positions[record["from"]] = record["iteration"]
+        if "prepared" in record:
+            self._prepared[record["from"]] = (record["prepared"][0], record["prepared"][1])
         if "loss" in record:
             self._times_s.append(record["time_s"])
             self._record.progress(record, self._tally.generation, self._phase_text())
@@ -108,7 +110,13 @@ class Controller(Stopping, Leaving):
             return ""
         num_members = len(self._tally.members)
         num_reported = num_members - len(self._tally.waiting)
-        return f"  {self._tally.phase.value} {self._current.text} ({num_reported}/{num_members})"
+        return f"  {self._tally.phase.value} {self._current.text} ({num_reported}/{num_members}{self._groups_text()})"
+
+    def _groups_text(self) -> str:
+        """How many groups are prepared where the most are missing; empty when none is."""
+        slowest = max(self._prepared.values(), key=lambda counts: counts[1] - counts[0], default=(0, 0))
+        is_preparing = self._tally.phase is Phase.PREPARING and slowest[0] < slowest[1]
+        return f"; {slowest[0]} of {slowest[1]} groups" if is_preparing else ""
 
     def _on_finished(self, record: Record) -> None:
         self._finished.add(record["from"])
@@ -295,7 +303,8 @@ class Controller(Stopping, Leaving):
         """What `harness.py status` shows."""
         roster = self._tally.roster
         spares = [roster.hosts[r] for r in roster.spares()]
-        return {"phase": self._tally.phase.value, "iteration": max(self._positions.values(), default=0),
+        return {"phase": self._tally.phase.value, "progress": self._phase_text().strip(),
+                "iteration": max(self._positions.values(), default=0),
                 "num_iterations": self.options.last_iteration(self.config.iterations),
                 "generation": self._tally.generation, "term": self.term, "controller": self.world.rank,
                 "move": self._current.text if self._current else None,

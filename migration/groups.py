@@ -33,10 +33,12 @@ CLOSE_PAUSE_S = 0.05
 class Groups(Handles):
     """Every handle of this process, their live communicators, and those of the generation being prepared.
 
-    `maker` makes the real ones; `close_pause_s` lies between two that are closed.
+    `maker` makes the real ones; at least `close_pause_s` lies between two that are closed, more where closing would take
+    more than `close_share` of the time.
     """
 
-    def __init__(self, device: torch.device, maker: Maker | None = None, close_pause_s: float = CLOSE_PAUSE_S) -> None:
+    def __init__(self, device: torch.device, maker: Maker | None = None, close_pause_s: float = CLOSE_PAUSE_S,
+                 close_share: float = 1.0) -> None:
         super().__init__()
         self.device = device
         self._maker = maker or GlooMaker()
@@ -45,7 +47,7 @@ class Groups(Handles):
         self._next_lock = threading.Lock()
         self._is_aborting = False  # the generation being prepared: nothing may be added to it any more
         self._solo: Communicator | None = None
-        self._closer = Closer(close_pause_s)
+        self._closer = Closer(close_pause_s, close_share)
 
     def close(self) -> None:
         """Forget the slot: drop torch's world and close every live communicator in the background."""
@@ -54,6 +56,7 @@ class Groups(Handles):
         self._closer.close_all(list(self._live.values()))
         self._live.clear()
         self.discard()
+        self._closer.hurry()  # nobody trains here
         gc.collect()  # Megatron's objects refer to each other in cycles
 
     @property
@@ -82,17 +85,19 @@ class Groups(Handles):
         return found
 
     def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float, *,
-                first: Iterable[str] = (), when_first: Callable[[], None] = lambda: None) -> str:
+                first: Iterable[str] = (), when_first: Callable[[], None] = lambda: None,
+                after_each: Callable[[Communicator, int], None] = lambda communicator, num_left: None) -> str:
         """Stage 1: build the next generation's communicators of the groups touched by `slots`, one after the other.
 
         Those named in `first`, which have joiners only, come first, and then `when_first` is called: still one order on
-        all members. Collective over each group. Runs on the prepare thread beside training. Returns the digest of the
-        adversarial reductions on them. Raises RuntimeError when a member doesn't come in `timeout_s` or the move is
-        aborted.
+        all members. `after_each` is called with each one that is prepared and the number of those to come. Collective
+        over each group. Runs on the prepare thread beside training. Returns the digest of the adversarial reductions on
+        them. Raises RuntimeError when a member doesn't come in `timeout_s` or the move is aborted.
         """
         assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"
         early = set(first)
         handles = sorted(self.touched(slots), key=lambda h: h.name not in early)  # stable
+        self._closer.hurry()  # what is still to be closed takes the room of what comes now
         with self._maker.background():
             self._make_solo()
             for number, handle in enumerate(handles):
@@ -109,6 +114,7 @@ class Groups(Handles):
                 self._maker.connect_ahead(communicator)
                 if communicator.probes_when_prepared:
                     communicator.probe(self.device)
+                after_each(communicator, len(handles) - 1 - number)
         when_first()  # once more, where these were all
         return _join(self._in_order(), when_prepared=True)
 

@@ -140,7 +140,8 @@ class Member(Stops):
         assert slot is not None, f"world rank {self.world.rank} has no part in {record['plan']}"
         self.part = Part(number=record["move"], generation=record["generation"], plan=plan, role=role, slot=slot,
                          arm=ARMS[record["arm"]], store=tuple(record["store"]), prepare_timeout_s=record["timeout_s"],
-                         are_joiners_warm=record["are_joiners_warm"])
+                         are_joiners_warm=record["are_joiners_warm"],
+                         rests_until_s=time.monotonic() + record["rests_s"])
         if role == "joiner":
             self.part.num_busy = 1  # its main thread, in standby.py, which starts the prepare thread
         else:

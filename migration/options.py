@@ -27,6 +27,7 @@ class Options:
     transfer_limit_bytes_s: float = 0.0  # of a leaver, while training goes on; 0: none
     leaver_steps: bool = False  # for the proof: the leaver takes the step of the cut too, and states are compared
     prepare_deadline_s: float = 300.0
+    prepare_share: float | None = None  # of the time that preparing groups may take; None: see pacing.py
     switch_deadline_s: float = 60.0
     heartbeat_timeout_s: float = 15.0
     orphan_timeout_s: float = 60.0

@@ -25,6 +25,8 @@ class Part:
     store: tuple[str, int]
     prepare_timeout_s: float
     are_joiners_warm: bool = False  # every joiner has run its slot's pipeline role in its process
+    rests_until_s: float = 0.0  # monotonic; until then the prepare thread may rest between groups
+    prepared: tuple[int, int] = (0, 0)  # groups of the next generation, of how many that this process is in
     position: int | None = None  # once accepted: the first iteration that runs in the new generation as a whole
     connects: tuple[tuple[str, int], ...] = ()  # groups to connect ahead, and before which iteration each
     verdict: str = ""  # then SWITCH, then COMMIT or ABORT

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
-from migration import leader, wire
+from migration import leader, pacing, wire
 from migration.check_measure import measure_pair, used_bytes
-from migration.communicators.base import OPERATION_TIMEOUT_S
+from migration.communicators.base import OPERATION_TIMEOUT_S, Communicator
 from migration.costs import median_connect_s
 from migration.move import Report
 from migration.part import Part
@@ -69,11 +70,23 @@ def _build(member: Member, part: Part) -> tuple[str | None, str | None]:
     else:
         with timeline.span("prepare_groups", "PREPARING", **part.tags(member.generation)):
             new = groups.prepare(part.generation, store, slots, timeout_s, first=part.among_joiners,
-                                 when_first=part.among_joiners_prepared.set)
+                                 when_first=part.among_joiners_prepared.set,
+                                 after_each=lambda made, num_left: _after_group(member, part, made, num_left))
     if part.role != "stayer":
         with timeline.span("prepare_pair", "PREPARING", **part.tags(member.generation)):
             _build_pair(member, part, store)
     return old, new
+
+
+def _after_group(member: Member, part: Part, communicator: Communicator, num_left: int) -> None:
+    """A group is prepared: count it, and let training go on undisturbed for a while. A joiner doesn't train."""
+    num_prepared = part.prepared[0] + 1
+    part.prepared = num_prepared, num_prepared + num_left
+    share = pacing.choose_share(member.options.prepare_share, member.groups.device.type)
+    rest_s = pacing.rest_s(communicator.work_s, share, part.rests_until_s - time.monotonic(), num_left)
+    if rest_s > 0 and part.role == "stayer":
+        with communicator.measured("rest"):
+            member.rest(part, rest_s)
 
 
 def _build_pair(member: Member, part: Part, store: Any) -> None:

@@ -30,6 +30,7 @@ from migration.errors import UserError
 from migration.groups import Groups
 from migration.job import IterationResult, Job
 from migration.member import Member
+from migration.pacing import choose_share
 from migration.placement import take_gpu
 from migration.plan import Roster
 from migration.own_time import build_own_time
@@ -61,7 +62,8 @@ class Process:
         maker = build_maker(device.current_device(), self.options.switch, allow_lazy=self.options.allow_lazy,
                             connect_in_background=self.options.connect == "background")
         self._tell_communicators(maker)
-        self.groups = Groups(device.current_device(), maker)
+        share = choose_share(self.options.prepare_share, device.current_device().type)
+        self.groups = Groups(device.current_device(), maker, close_share=share)
         self._own_time = build_own_time(config, self.options)
         self.groups.waits = None if self._own_time is None else self._own_time.waits
         self.member = Member(world=world, groups=self.groups, timeline=self.timeline, options=self.options,
@@ -216,6 +218,9 @@ class Process:
         if self._own_time is not None:
             self._get_slow(made)
             extra |= {"slot": made.slot, "own_s": own_s}
+        part = self.member.part
+        if part is not None and part.prepared[1]:
+            extra["prepared"] = part.prepared
         self.member.tell("PROGRESS", iteration=made.iteration, **extra)
 
     def is_checkpoint_due(self, made: Job) -> bool:

@@ -8,6 +8,7 @@ and never guesses one.
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from migration import leader, proof, switchover
@@ -48,6 +49,18 @@ class Stops:
             while not (value := condition()):
                 self._changed.wait(1.0)
             return value
+
+    def rest(self, part: Part, seconds: float) -> None:
+        """Block the prepare thread for `seconds`, or until nobody gains by it: the move is aborted, or training stands
+        still at the iteration for which it was asked.
+        """
+        ends_s = time.monotonic() + seconds
+        with self._changed:
+            while (left_s := ends_s - time.monotonic()) > 0 and part.verdict != "ABORT" and not self._is_held():
+                self._changed.wait(left_s)
+
+    def _is_held(self) -> bool:
+        return not self._begun and self._stop in self._holds
 
     # ---- the stops
 
@@ -94,6 +107,8 @@ class Stops:
         """The move for which something is to be done at `stop`; None: training has gone on from there."""
         with self._changed:
             self._stop, self._begun = stop, False
+            if self._is_held():
+                self._changed.notify_all()  # a prepare thread that rests
             while self._must_wait(stop):
                 self._changed.wait(1.0)
                 if self.part is not None and self.part.sender is not None:

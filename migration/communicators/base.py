@@ -50,6 +50,7 @@ class Communicator(ABC):
         self.group_rank = group_rank
         self.inner: Any = None
         self.probe_digest = ""
+        self.work_s = 0.0  # of stage 1, what training may feel: without the wait for members that come later
         self.costs: dict[str, StageCost] = {}  # of each stage, the last time
         self._untold: list[tuple[str, StageCost]] = []
         self.switch = ""  # how an old one makes room for a new one: connected (it needn't), parked, lazy (it is closed)

@@ -6,22 +6,26 @@ import threading
 import time
 
 from migration.communicators.base import Communicator
+from migration.pacing import close_pause_s
 
 
 class Closer:
     """Closes communicators on a thread of its own: a destructor takes about 40 ms, which training needn't wait for.
 
     But it also takes about 2 ms of a core, in Gloo's threads: all at once, right after the switch, that was 8 % of the
-    first iteration where cores are scarce. So there is a pause before each.
+    first iteration where cores are scarce. On GPUs it takes longer and frees device memory, for which the device stops.
+    So there is a pause before each: at least `pause_s`, and as long as it takes that closing has no more than `share`
+    of the time.
     """
 
-    def __init__(self, pause_s: float) -> None:
-        self._pause_s = pause_s
+    def __init__(self, pause_s: float, share: float = 1.0) -> None:
+        self._pause_s, self._share = pause_s, share
         self._held: list[Communicator] = []
         self._queue: queue.SimpleQueue[Communicator] = queue.SimpleQueue()
         self._num_queued = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._hurried = threading.Event()
 
     @property
     def num_waiting(self) -> int:
@@ -46,11 +50,22 @@ class Closer:
         for communicator in communicators:
             self._queue.put(communicator)
 
+    def hurry(self) -> None:
+        """Somebody waits for what is queued, or needs its room: no more pauses until all of it is closed."""
+        with self._lock:
+            if self._num_queued:
+                self._hurried.set()
+
     def _run(self) -> None:
+        last_s = 0.0
         while True:
             communicator = self._queue.get()
-            time.sleep(self._pause_s)
+            self._hurried.wait(close_pause_s(last_s, self._share, self._pause_s))
+            started_s = time.perf_counter()
             communicator.close()
+            last_s = time.perf_counter() - started_s
             del communicator
             with self._lock:
                 self._num_queued -= 1
+                if not self._num_queued:
+                    self._hurried.clear()

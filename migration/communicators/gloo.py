@@ -6,6 +6,7 @@ same, without a gain: a machine without GPUs carries out the same protocol as on
 from __future__ import annotations
 
 import contextlib
+import time
 from datetime import timedelta
 
 import torch
@@ -29,9 +30,11 @@ class GlooCommunicator(Communicator):
 
     def prepare(self, store: dist.Store, timeout_s: float, operation_timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         prefixed = dist.PrefixStore(f"{self.name}/", store)
+        started_s = time.thread_time()  # on a CPU it is the cores that training misses
         with self.measured("prepare"):
             self.inner = build_gloo(prefixed, self.name, self.group_rank, len(self.slots), connect_timeout_s=timeout_s,
                                     operation_timeout_s=operation_timeout_s)
+        self.work_s = time.thread_time() - started_s
 
     def activate(self) -> None:
         assert self.inner is not None, f"{self.name} was not prepared"

@@ -59,6 +59,7 @@ class NcclCommunicator(NcclLife):
         ends_s = time.monotonic() + timeout_s
         with self.measured("prepare"):
             unique_id = self._meet(store, ends_s)
+            met_s = time.perf_counter()
             with self._deadline(ends_s - time.monotonic(), "init"):
                 self._bare.init(unique_id)
             self._become(Stage.PREPARED)
@@ -66,6 +67,7 @@ class NcclCommunicator(NcclLife):
                 self._suspend()
             else:
                 self._adopt(Stage.PREPARED)
+        self.work_s = time.perf_counter() - met_s
 
     def _meet(self, store: dist.Store, ends_s: float) -> bytes:
         """Settles `switch`; returns the unique id."""
@@ -86,6 +88,7 @@ class NcclCommunicator(NcclLife):
         with self.measured("connect"), self._deadline(timeout_s, "connecting"):
             nccl_device.connect(self._bare, self.device, self.policy.connect_sizes_bytes, self.peers,
                                 lambda: self._wait("connecting", timeout_s))
+        self.work_s += self.costs["connect"].seconds  # which counts where the prepare thread does it
         self._become(Stage.CONNECTED)
 
     @property
