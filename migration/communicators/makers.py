@@ -65,14 +65,17 @@ class GlooMaker(Maker):
 class NcclMaker(Maker):
     """On CUDA. `connect_in_background`: connect on the prepare thread, on a stream of its own, not in the pause."""
 
-    def __init__(self, device: torch.device, switch: str, *, connect_in_background: bool, allow_lazy: bool) -> None:
+    def __init__(self, device: torch.device, switch: str, *, connect_in_background: bool, allow_lazy: bool,
+                 close_by: str) -> None:
         from migration.communicators.nccl_policy import NcclPolicy
         from nccl_bindings.library import load
         from third_party.pytorch.nccl_group import install_p2p_grouping
         self._device, self._library = device, load()
         # A joiner waits in a connection until the others come to that boundary, and whoever resumes, for members that
         # still connect other groups; what hangs, the controller aborts long before these deadlines.
-        self._policy = NcclPolicy(switch=switch, connect_timeout_s=600.0, park_timeout_s=600.0)
+        # And whoever closes waits for members that rest between what they close before.
+        self._policy = NcclPolicy(switch=switch, connect_timeout_s=600.0, park_timeout_s=600.0, close_timeout_s=120.0,
+                                  close_by=close_by)
         self._policy.validate()
         self._connect_in_background, self.allow_lazy = connect_in_background, allow_lazy
         self._stream = torch.cuda.Stream(device)  # one for all: the allocator keeps what each stream has used
@@ -104,8 +107,10 @@ class NcclMaker(Maker):
         return agreed_switch(store, communicator_name, len(slots), ends_s)
 
 
-def build_maker(device: torch.device, switch: str, *, connect_in_background: bool, allow_lazy: bool = False) -> Maker:
-    """The maker for `device`."""
+def build_maker(device: torch.device, switch: str, *, connect_in_background: bool, allow_lazy: bool = False,
+                close_by: str = "abort") -> Maker:
+    """The maker for `device`. `close_by`: on CUDA, see NcclPolicy."""
     if device.type == "cuda":
-        return NcclMaker(device, switch, connect_in_background=connect_in_background, allow_lazy=allow_lazy)
+        return NcclMaker(device, switch, connect_in_background=connect_in_background, allow_lazy=allow_lazy,
+                         close_by=close_by)
     return GlooMaker(switch, allow_lazy=allow_lazy)

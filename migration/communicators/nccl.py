@@ -127,7 +127,7 @@ class NcclCommunicator(NcclLife):
             with self.measured("park"):
                 self._suspend()
         elif self.switch == "lazy":
-            with self.measured("park"):
+            with self.measured("park", as_one=True):
                 self.close()
 
     def resume(self) -> None:

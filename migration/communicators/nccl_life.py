@@ -103,14 +103,20 @@ class NcclLife(Communicator):
 
         Every wait has a deadline; what isn't done by then is logged and left behind.
         """
-        if self.stage is Stage.CLOSED:
-            return
-        connected = self.stage is Stage.CONNECTED
+        if self.stage is not Stage.CLOSED:
+            with self.measured("close"):
+                self._close()
+
+    def _close(self) -> None:
+        connected, all_are_there = self.stage is Stage.CONNECTED, False
         if self.stage is Stage.PARKED:
             connected = "connect" in self.costs
             try:
-                # NCCL can't free memory that isn't mapped; a peer may be gone
-                self._resume_memory(Stage.PREPARED, self.policy.close_timeout_s)
+                # NCCL documents no call but this one for a suspended communicator, and freeing it as it is would free
+                # memory that isn't mapped. A peer may be gone.
+                with self.measured("resume"):
+                    self._resume_memory(Stage.PREPARED, self.policy.close_timeout_s)
+                all_are_there = True
             except RuntimeError:
                 _log.exception("%s: couldn't be resumed to be closed; its memory may be lost", self.name)
         with self._owner_lock:
@@ -120,7 +126,8 @@ class NcclLife(Communicator):
         if aborted:
             return  # which frees it
         if self._bare.owned:  # no torch group has it: a pair, one that was never activated, or its init failed
-            self._free(self._bare.abort)
+            joined = all_are_there and self.policy.close_by == "destroy"
+            self._free(self._bare.destroy if joined else self._bare.abort)
         else:  # one that was never connected has nothing to flush, so it is freed without its peers
             self._free(backend_of(inner).shutdown if connected else backend_of(inner).abort)
 

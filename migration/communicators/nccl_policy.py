@@ -17,6 +17,7 @@ from migration.errors import UserError
 
 SWITCHES = ("lazy", "parked", "connected")  # weakest first: a group does what its weakest member can
 P2P = ("none", "ring", "all")
+CLOSE_BY = ("abort", "destroy")
 # what fixes the order of NCCL's sums: variables that NCCL reads when it starts, and what --nccl-pin calls them
 PINS = {"ALGO": "NCCL_ALGO", "PROTO": "NCCL_PROTO", "MIN_CHANNELS": "NCCL_MIN_NCHANNELS",
         "MAX_CHANNELS": "NCCL_MAX_NCHANNELS", "MIN_CTAS": "NCCL_MIN_CTAS", "MAX_CTAS": "NCCL_MAX_CTAS"}
@@ -35,11 +36,14 @@ class NcclPolicy:
     connect_timeout_s: float = 60.0
     park_timeout_s: float = 30.0
     close_timeout_s: float = 30.0
+    close_by: str = "abort"  # of what was parked and never connected: abort, or destroy, which its members join
 
     def validate(self) -> None:
         """Raises UserError for a value that means nothing."""
         if self.switch not in (*SWITCHES, "auto"):
             raise UserError(f"NCCL policy: switch={self.switch} is unknown; take auto, {', '.join(SWITCHES)}")
+        if self.close_by not in CLOSE_BY:
+            raise UserError(f"NCCL policy: close_by={self.close_by} is unknown; take {', '.join(CLOSE_BY)}")
         if self.p2p not in P2P:
             raise UserError(f"NCCL policy: p2p={self.p2p} is unknown; take {', '.join(P2P)}")
         if not self.connect_sizes_bytes or min(self.connect_sizes_bytes) <= 0:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import cast
 
 import pytest
@@ -50,6 +51,19 @@ def test_there_is_a_pause_before_each(closed: list[str]) -> None:
     closer.close_all(queued)
     closer.release()
     assert closed == [] and closer.num_waiting == 3
+
+
+def test_where_somebody_waits_there_is_no_pause_until_all_are_closed(closed: list[str]) -> None:
+    closer = Closer(3600.0)
+    closer.hurry()  # nothing is there to be closed: it means nothing for what comes later
+    first, second, later = make(closed, "first", "second", "later")
+    closer.close_all([first, second])
+    closer.hurry()
+    assert cast(Closable, second).done.wait(WAIT_S) and closed == ["first", "second"]
+    while closer.num_waiting:
+        time.sleep(0.001)
+    closer.close_all([later])
+    assert closer.num_waiting == 1 and closed == ["first", "second"]
 
 
 def test_nothing_to_close_starts_no_thread() -> None:

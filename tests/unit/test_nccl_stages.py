@@ -143,6 +143,23 @@ def test_the_weaker_peer_decides(fake: FakeNccl, library: Library) -> None:
     assert own.switch == "lazy" and own.stage is Stage.PREPARED
 
 
+@pytest.mark.parametrize("close_by, call", [("abort", "ncclCommAbort"), ("destroy", "ncclCommDestroy")])
+def test_a_parked_one_is_resumed_before_it_is_freed(fake: FakeNccl, library: Library, close_by: str, call: str) -> None:
+    own = prepared(library, "parked", close_by=close_by)
+    own.close()
+    assert fake.log[-2:] == ["ncclCommResume", call]
+    assert own.costs["close"].seconds > own.costs["resume"].seconds > 0
+
+
+def test_who_is_not_resumed_is_aborted_whatever_the_policy(fake: FakeNccl, library: Library) -> None:
+    """A peer that is gone takes no part in destroying either."""
+    own = prepared(library, "parked", close_by="destroy", close_timeout_s=0.3)
+    fake.hangs.add("ncclCommResume")
+    own.close()
+    own.wait_aborted()
+    assert "ncclCommDestroy" not in fake.log and fake.log.count("ncclCommAbort") == 1
+
+
 def test_lazy_closes_the_old_one_and_rebuilds_it(fake: FakeNccl, library: Library) -> None:
     own = prepared(library, "lazy")
     own.activate()

@@ -1,22 +1,28 @@
-"""An ABORT ends what the prepare thread is at, whenever it comes: here the pair of a leaver and its joiner.
+"""An ABORT ends what the prepare thread is at, whenever it comes: the pair of a leaver and its joiner, or a rest.
 
 On fakes of everything that a prepare thread calls: only who can reach the pair, and when, is of interest.
 """
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from migration import preparation
 from migration.arms import ARMS
+from migration.communicators.gloo import GlooCommunicator
 from migration.errors import MoveFailed
 from migration.member import Member
+from migration.options import Options
 from migration.part import Part
 from migration.plan import Assignment, MovePlan
+from migration.stops import Stops
 
 WAIT_S = 30.0
 
@@ -41,7 +47,7 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Member:
     groups = SimpleNamespace(pair=pair, live_probe=lambda slots: "", learn_switches=lambda *_: None,
                              make_pair=lambda name, group_rank: pair, prepare_pair=lambda *_: pair.prepare())
     made = Member.__new__(Member)  # without a world: nothing here speaks
-    made._changed = threading.Condition()
+    Stops.__init__(made)
     made.groups, made.generation = groups, 0
     made.timeline = SimpleNamespace(span=lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(preparation, "connect_store", lambda *_: None)
@@ -78,3 +84,65 @@ def test_after_an_abort_no_pair_is_prepared(member: Member) -> None:
     with pytest.raises(MoveFailed, match="g1/pair0: the move was aborted before it was prepared"):
         preparation._build(member, part)
     assert not member.groups.pair.begun.is_set() and part.pair is None
+
+
+# ---- rests between groups
+
+
+class Prepared(GlooCommunicator):
+    """A group that was prepared and took some work."""
+
+    def __init__(self) -> None:
+        super().__init__("g1/tp", (0, 1), 0)
+        self.work_s = 1.0
+
+
+def resting(member: Member, role: str) -> tuple[Part, Prepared, threading.Thread]:
+    """A prepare thread after the first of two groups, which would rest for an hour if nothing ended that."""
+    member.options = Options(run="", prepare_share=1 / 3601)
+    member.groups.device = torch.device("cpu")
+    part, made = dataclasses.replace(leaver(), role=role, rests_until_s=time.monotonic() + 7200.0), Prepared()
+    member.part = part
+    thread = threading.Thread(target=preparation._after_group, args=(member, part, made, 1), daemon=True)
+    thread.start()
+    return part, made, thread
+
+
+def begins_to_wait(member: Member, thread: threading.Thread) -> None:
+    ends_s = time.monotonic() + WAIT_S
+    while not member._changed._waiters:  # of threading.Condition
+        assert thread.is_alive() and time.monotonic() < ends_s, "it doesn't rest"
+        time.sleep(0.001)
+
+
+def test_an_abort_ends_a_rest(member: Member) -> None:
+    part, made, thread = resting(member, "stayer")
+    begins_to_wait(member, thread)
+    with member._changed:
+        part.verdict = "ABORT"
+        member._changed.notify_all()
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and part.prepared == (1, 2)
+    assert [stage for stage, _ in made.take_costs()] == ["rest"]
+
+
+def test_training_that_comes_to_its_hold_ends_a_rest(member: Member) -> None:
+    part, made, thread = resting(member, "stayer")
+    begins_to_wait(member, thread)
+    member.hold_at({4})
+    training = threading.Thread(target=member._wait_for_part, args=(4,), daemon=True)
+    training.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and training.is_alive()
+    member.hold_at(set())
+
+
+@pytest.mark.parametrize("role, changes", [("joiner", {}), ("stayer", {"rests_until_s": 0.0})])
+def test_who_does_not_train_or_has_no_time_left_does_not_rest(member: Member, role: str, changes: dict[str, Any]) -> None:
+    member.options = Options(run="", prepare_share=1 / 3601)
+    member.groups.device = torch.device("cpu")
+    part, made = dataclasses.replace(leaver(), role=role, rests_until_s=time.monotonic() + 7200.0), Prepared()
+    for name, value in changes.items():
+        setattr(part, name, value)
+    preparation._after_group(member, part, made, 1)
+    assert made.take_costs() == [] and part.prepared == (1, 2)
