@@ -4,7 +4,8 @@
     m24     32 processes on one GPU, TP4 PP2 DP3 and a spare host (--twin: an undisturbed run too, to be equal to)
     host    the host's cost of a collective against stock ProcessGroupNCCL, two ranks
     state   a slot's state over a pair against one bare send of as many bytes, two ranks
-    beside  two ranks train while a thread prepares and discards the next generation, round after round
+    beside  two ranks train while a thread prepares the next generation of all their groups, with rests, and discards it
+    soak    the same for many short rounds: of a few groups, without rests
 
 Results are written after each part, in place of that part's older ones. The exit code is 0 unless a part failed or an
 equality broke; a target that is missed is only said. --device cpu runs the same on Gloo.
@@ -25,6 +26,9 @@ from analysis.gpu_moves import Arm, RunFailed, inequality, move_figures, run_arm
 from analysis.machine import Machine, ask_machine
 from analysis.ranks import ROOT, run_ranks
 from analysis.results import Figure, Section, build_markdown, read_sections, replace_section, write_sections
+from migration.communicators.nccl_policy import CLOSE_BY, SWITCHES
+from migration.errors import UserError
+from migration.pacing import choose_share, parse_share
 from migration.placement import DEFAULTS
 
 AHEAD_AT_MOST = 0.05  # downtime connected ahead, over that of the naive arm: stop, build all, go
@@ -32,6 +36,7 @@ PARK_SINCE = (2, 30, 3)  # NCCL
 ARMS = {  # the naive one last: the others are compared with it
     "connected": ("--nccl-switch", "connected"), "connected in the pause": ("--connect", "pause"),
     "parked": ("--nccl-switch", "parked"), "naive": ("--arm", "naive")}
+EQUAL_LOSSES = "Losses and gradient norms equal those of the same job left alone, bit for bit"
 EQUAL = "Losses, gradient norms and final digests equal those of the same job left alone, bit for bit."
 _ROUNDS_SHARE = 0.6  # of the time box: the rest is for the start and for the same job left alone
 HOSTS = ("--hosts", "b0,b1,b2,b3")
@@ -67,6 +72,11 @@ class Bench:
     @property
     def can_park(self) -> bool:
         return self.on_gpu and tuple(map(int, self.machine.nccl.split("."))) >= PARK_SINCE
+
+    @property
+    def switches(self) -> list[str]:
+        """How old and new communicators get along in beside and soak."""
+        return self.args.beside_switch or (["parked"] if self.can_park else ["connected"])
 
     @property
     def environment(self) -> dict[str, str]:
@@ -145,23 +155,39 @@ def state(bench: Bench) -> Iterable[Section]:
 
 
 def beside(bench: Bench) -> Iterable[Section]:
-    switch = "parked" if bench.can_park else "connected"
-    arguments = {"rounds": bench.args.rounds, "rounds_s": bench.left_s(580.0) * _ROUNDS_SHARE,
-                 "beside": bench.args.beside, "alone": bench.args.alone, "switch": switch,
-                 "settings": [*BESIDE[bench.on_gpu], *bench.args.beside_set]}
+    share = choose_share(bench.args.prepare_share, bench.device)
+    for switch in bench.switches:
+        yield _prepare_beside(bench, f"Preparing beside training, two ranks, {switch}, share {share:g}", switch,
+                              rounds=bench.args.beside_rounds, share=share, num_groups=None, alone=bench.args.alone)
+
+
+def soak(bench: Bench) -> Iterable[Section]:
+    for switch in bench.switches:
+        yield _prepare_beside(bench, f"Preparing {bench.args.soak_groups} groups over and over, two ranks, {switch}",
+                              switch, rounds=bench.args.rounds, share=1.0, num_groups=bench.args.soak_groups, alone=2)
+
+
+def _prepare_beside(bench: Bench, title: str, switch: str, *, rounds: int, share: float, num_groups: int | None,
+                    alone: int) -> Section:
+    arguments = {"rounds": rounds, "rounds_s": bench.left_s(580.0) * _ROUNDS_SHARE, "share": share, "alone": alone,
+                 "num_groups": num_groups, "stride": bench.args.stride, "switch": switch, "twin": bench.args.compare,
+                 "close_by": bench.args.close_by, "settings": [*BESIDE[bench.on_gpu], *bench.args.beside_set]}
     rows = run_ranks("analysis.prepare_beside:beside", world=2, hosts=_own_gpus(bench), device=bench.device,
                      timeout_s=bench.left_s(580.0), arguments=arguments, environment=bench.environment)
     bound = len(bench.machine.gpus) >= 2
-    figures, problem = beside_figures(rows, bound=bound, parked=switch == "parked")
-    told = (f"{len(rows[0]['rounds'])} rounds without a hang; {rows[0]['num_losses']} iterations; "
-            f"{rows[0]['num_groups']} groups; {'parked' if bench.can_park else 'not parked'}; {' '.join(arguments['settings'])}.")
+    figures, problem = beside_figures(rows, bound=bound and num_groups is None, parked=switch == "parked")
+    told = (f"{len(rows[0]['rounds'])} rounds of {rounds} without a hang; {rows[0]['num_losses']} iterations; "
+            f"{rows[0]['num_groups']} groups a round; closed by {bench.args.close_by}; "
+            f"{' '.join(arguments['settings'])}.")
+    equal = EQUAL
+    if rows[0]["num_compared"] < rows[0]["num_losses"]:
+        equal = f"{EQUAL_LOSSES} ({rows[0]['num_compared']} iterations)."
     shared = "" if bound else "The ranks share a processor or a GPU: slowdown and memory are not judged."
-    yield _section(bench, "Preparing beside training, two ranks", figures, problem=problem,
-                   notes=(told, "" if problem else EQUAL, shared))
+    return _section(bench, title, figures, problem=problem, notes=(told, "" if problem else equal, shared))
 
 
 PARTS: dict[str, Callable[[Bench], Iterable[Section]]] = {
-    "moves": moves, "host": host, "state": state, "beside": beside, "m24": m24}
+    "moves": moves, "host": host, "state": state, "beside": beside, "soak": soak, "m24": m24}
 
 
 def _own_gpus(bench: Bench) -> str:
@@ -229,12 +255,30 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--twin", action="store_true", help="m24: an undisturbed run too")
     parser.add_argument("--repeats", type=int, default=10, help="host, state: (default: %(default)s)")
     parser.add_argument("--state-set", action="append", default=[], metavar="FIELD=VALUE", help="state: the job")
-    parser.add_argument("--rounds", type=int, default=200, help="beside: preparations (default: %(default)s)")
-    parser.add_argument("--beside", type=int, default=8, help="beside: iterations from the start of each preparation "
-                        "(default: %(default)s)")
-    parser.add_argument("--alone", type=int, default=4, help="beside: iterations after each (default: %(default)s)")
-    parser.add_argument("--beside-set", action="append", default=[], metavar="FIELD=VALUE", help="beside: the job")
+    parser.add_argument("--prepare-share", type=_share, help="beside: as in a run (default: auto)")
+    parser.add_argument("--beside-rounds", type=int, default=2, help="beside: preparations (default: %(default)s)")
+    parser.add_argument("--alone", type=int, default=60, help="beside: undisturbed iterations before the first and "
+                        "after each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=200, help="soak: preparations (default: %(default)s)")
+    parser.add_argument("--soak-groups", type=int, default=2, help="soak: groups in each (default: %(default)s)")
+    parser.add_argument("--beside-switch", type=_names_of(SWITCHES), help="beside, soak: one after the other (default: "
+                        "parked where NCCL can, else connected)")
+    parser.add_argument("--close-by", choices=CLOSE_BY, default=CLOSE_BY[0], help="beside, soak: what frees a parked "
+                        "communicator (default: %(default)s)")
+    parser.add_argument("--stride", type=int, default=10, help="beside, soak: iterations after which ranks compare "
+                        "whether a round is over (default: %(default)s)")
+    parser.add_argument("--compare", type=int, default=1000, help="beside, soak: at most so many iterations are "
+                        "compared with the job left alone (default: %(default)s)")
+    parser.add_argument("--beside-set", action="append", default=[], metavar="FIELD=VALUE",
+                        help="beside, soak: the job")
     return parser.parse_args(argv)
+
+
+def _share(text: str) -> float | None:
+    try:
+        return parse_share(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _names_of(known: Iterable[str]) -> Callable[[str], list[str]]:

@@ -12,6 +12,10 @@ from analysis.results import Figure
 KINDS = ("undisturbed", "closing", "preparing", "after_join")
 MIB = 1 << 20
 MEDIAN_AT_MOST, P95_AT_MOST = 1.03, 1.15  # iterations while preparing, over undisturbed ones
+ROUND_FIGURES = {  # of the rows of rounds
+    "prepare_s": "preparation of a round's groups", "rests_s": "rests in it", "work_s": "work of a group in it",
+    "close_s": "closing a round's groups", "close_group_close_s": "closing a group",
+    "close_group_resume_s": "resuming it to be closed"}
 PARKED_MIB_AT_MOST = 4.0                  # a group
 STATE_AT_LEAST, HOST_AT_MOST = 0.8, 1.1
 # What may come and go without anything having been left behind.
@@ -60,9 +64,10 @@ def beside_figures(rows: Sequence[dict[str, Any]], *, bound: bool, parked: bool)
                 for (kind, name), ratio in ratios.items()]
     rounds = [row for rank in rows for row in rank["rounds"]]
     num_groups = rows[0]["num_groups"]
-    for name, what in (("prepare_s", "preparation of all groups"), ("close_s", "closing them"),
-                       ("waited_s", "training waited for the end of a round")):
-        seconds = [row[name] for row in rounds]
+    for name, what in ROUND_FIGURES.items():
+        seconds = [row[name] for row in rounds if name in row]
+        if not seconds:
+            continue  # Gloo closes in one go
         figures += [Figure(name=f"{what}, median", value=float(np.median(seconds)), unit="s"),
                     Figure(name=f"{what}, longest", value=max(seconds), unit="s")]
     per_group = [row["device_bytes"] / num_groups / MIB for row in rounds]

@@ -1,30 +1,37 @@
 """A Megatron job trains on two ranks while a thread prepares the next generation of all its groups, and discards it.
 
 What each rank does (run by analysis/ranks.py), and the figures made of what the ranks return. The rounds look for a
-hang, for whatever is left behind, and for what preparing costs the iterations; a second job of the same length, left
-alone, must have the same losses and the same state at its end.
+hang, for whatever is left behind, and for what preparing costs the iterations, which go on all the while, with windows
+of undisturbed ones in between; a second job, left alone, must have the same losses and, if it is as long, the same
+state at its end.
 """
 from __future__ import annotations
 
 import gc
+import statistics
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from analysis.ranks import Rank
+from migration import pacing
+from migration.communicators.base import Communicator
 from migration.communicators.makers import build_maker
 from migration.config import Config, apply_settings
 from migration.data import Samples, open_source
 from migration.groups import Groups
 from migration.job import Job, close_job, open_groups
+from migration.options import Options
 from migration.stores import connect_store, start_store
 from migration.timeline import process_counts
+from third_party.pytorch.process_group import MigratableGroup
 
 TIMEOUT_S = 60.0  # of one preparation
-HANG_S = 150.0    # after which a round is hung
+RESTS_S = pacing.all_rests_s(Options(run="").prepare_deadline_s, float("inf"))  # as in a long run
+HANG_S = 150.0 + RESTS_S  # after which a round is hung
 WARM_UP = 5       # iterations that count for nothing, at the start
 POLL_S = 0.002
 
@@ -34,9 +41,19 @@ def config_of(sizes: Mapping[str, Any], settings: list[str]) -> Config:
     return apply_settings(Config(profile="bench_gpu", **sizes), settings)
 
 
-def build_groups(own: Rank, switch: str) -> Groups:
-    """Closed without a pause in between, so that rounds follow each other soon."""
-    return Groups(own.device, build_maker(own.device, switch, connect_in_background=False), close_pause_s=0.0)
+class SomeGroups(Groups):
+    """With `most`, only so many of them are ever touched: for rounds that are short."""
+
+    most: int | None = None
+
+    def touched(self, slots: Iterable[int]) -> list[MigratableGroup]:
+        return super().touched(slots)[:self.most]
+
+
+def build_groups(own: Rank, switch: str, share: float = 1.0, close_by: str = "abort") -> SomeGroups:
+    """With `share` 1 there is no pause between two that are closed, so that rounds follow each other soon."""
+    maker = build_maker(own.device, switch, connect_in_background=False, close_by=close_by)
+    return SomeGroups(own.device, maker, close_pause_s=0.0, close_share=share)
 
 
 def build_job(config: Config, slot: int, groups: Groups) -> Job:
@@ -46,34 +63,35 @@ def build_job(config: Config, slot: int, groups: Groups) -> Job:
 
 
 def beside(own: Rank) -> dict[str, Any]:
-    """Arguments: settings, rounds, rounds_s (no round begins later), switch, beside (iterations from a preparation on),
-    alone (those after it).
+    """Arguments: settings, rounds, rounds_s (no round begins later), switch, close_by, share (pacing.py), num_groups
+    (prepared in a round; None: all), stride (iterations after which ranks compare whether a round is over), alone
+    (iterations before the first round and after each), twin (at most so many are compared with the job left alone).
 
-    Returns iterations as [kind (gpu_figures.KINDS), seconds], rounds as {name: [...]}, resources after each round,
-    and what differs from the job left alone, empty if nothing does.
+    Returns iterations as [kind (gpu_figures.KINDS), seconds], a row for each round, resources after each round, how
+    many iterations were compared, and what differs from the job left alone, empty if nothing does.
     """
     from migration.preload import preload
     preload()
     gc.freeze()
     arguments = own.arguments
     config = config_of({}, arguments["settings"])
-    groups = build_groups(own, arguments["switch"])
+    groups = build_groups(own, arguments["switch"], arguments["share"], arguments["close_by"])
     found = _Course(own, config, groups, rounds=arguments["rounds"])
     found.run("disturbed")
-    twin = _Course(own, config, groups, rounds=0, num_iterations=len(found.losses))
+    twin = _Course(own, config, groups, rounds=0, num_iterations=min(len(found.losses), arguments["twin"]))
     twin.run("left alone")
-    differing = [i for i, (a, b) in enumerate(zip(found.losses, twin.losses, strict=True)) if a != b]
+    differing = [i for i, (a, b) in enumerate(zip(found.losses, twin.losses)) if a != b]
     differs = f"the loss of iteration {differing[0]}" if differing else ""
-    differs = differs or ", ".join(k for k in found.digests if found.digests[k] != twin.digests[k])
+    if len(twin.losses) == len(found.losses):
+        differs = differs or ", ".join(k for k in found.digests if found.digests[k] != twin.digests[k])
     return {"iterations": found.iterations, "rounds": found.rounds, "resources": found.resources, "differs": differs,
-            "num_losses": len(found.losses), "num_groups": found.num_groups, "last_loss": found.losses[-1],
-            "alone_s": [seconds for _, seconds in twin.iterations]}
+            "num_losses": len(found.losses), "num_compared": len(twin.losses), "num_groups": found.num_groups}
 
 
 class _Course:
     """One job from its start to its end, with preparations beside it or without."""
 
-    def __init__(self, own: Rank, config: Config, groups: Groups, *, rounds: int, num_iterations: int = 0) -> None:
+    def __init__(self, own: Rank, config: Config, groups: SomeGroups, *, rounds: int, num_iterations: int = 0) -> None:
         self._own, self._config, self._groups = own, config, groups
         self._num_rounds, self._num_iterations = rounds, num_iterations
         self.losses: list[str] = []
@@ -86,8 +104,8 @@ class _Course:
     def run(self, name: str) -> None:
         from migration import state
         own, groups, slots = self._own, self._groups, range(self._config.job_size)
+        groups.most = None
         job = build_job(self._config, own.rank, groups)
-        self.num_groups = len(groups.touched(slots))
         server, store = fresh_store(own, name)
         groups.prepare(0, store, slots, TIMEOUT_S)
         groups.activate()
@@ -96,7 +114,12 @@ class _Course:
         del server
         job.broadcast_parameters()
         job.tie_embeddings()
+        num_live = len(groups.touched(slots))
+        groups.most = own.arguments["num_groups"]
+        self.num_groups = len(groups.touched(slots))
         self._train(job, WARM_UP, None, "after_join")
+        if self._num_rounds:
+            self._train(job, own.arguments["alone"], None, "undisturbed")
         ends_s = time.monotonic() + own.arguments["rounds_s"]
         for i in range(self._num_rounds):
             if not self._goes_on(i, ends_s):
@@ -105,7 +128,7 @@ class _Course:
         self._train(job, self._num_iterations - len(self.losses), None, "undisturbed")
         job.finish()
         self.digests = state.digests(state.capture(job))
-        num_held = groups.num_communicators - self.num_groups
+        num_held = groups.num_communicators - num_live
         del job
         close_job(groups)
         wait_for(lambda: groups.num_communicators <= num_held, HANG_S, f"the job {name} to close its groups")
@@ -120,19 +143,26 @@ class _Course:
     def _round(self, job: Job, number: int) -> None:
         preparer = Preparer(self._own, self._groups, number, self._config.job_size)
         preparer.start()
-        self._train(job, self._own.arguments["beside"], preparer, "undisturbed")
-        waited_s = time.perf_counter()
-        preparer.join(HANG_S)
-        if preparer.is_alive():
-            raise TimeoutError(f"round {number}: a preparation hung: training waited {HANG_S:g} s for it")
+        ends_s, stride = time.monotonic() + HANG_S, 0
+        self._train(job, self._own.arguments["stride"], preparer, "undisturbed")
+        while not self._all_are_done(f"round {number} stride {stride}", preparer):
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"round {number}: a preparation hung: it isn't over after {HANG_S:g} s")
+            stride += 1
+            self._train(job, self._own.arguments["stride"], preparer, "undisturbed")
+        preparer.join()
         if preparer.error is not None:
             raise RuntimeError(f"round {number}: {preparer.error}") from preparer.error
-        self.rounds.append({"prepare_s": preparer.prepared_s - preparer.started_s,
-                            "close_s": preparer.closed_s - preparer.prepared_s,
-                            "waited_s": time.perf_counter() - waited_s, "device_bytes": preparer.device_bytes})
+        self.rounds.append(preparer.row)
         self.resources.append(count_resources(self._own.device))
         self._train(job, 1, None, "after_join")  # whose ranks come one after the other
         self._train(job, self._own.arguments["alone"], None, "undisturbed")
+
+    def _all_are_done(self, key: str, preparer: Preparer) -> bool:
+        """The same answer on all ranks, so that all train equally many iterations."""
+        own = self._own
+        own.store.set(f"{key}/{own.rank}", str(int(not preparer.is_alive())))
+        return all(own.store.get(f"{key}/{rank}") == b"1" for rank in range(own.world))
 
     def _train(self, job: Job, num_iterations: int, preparer: Preparer | None, kind: str) -> None:
         """`kind`: of iterations beside which no thread works."""
@@ -150,9 +180,9 @@ class Preparer(threading.Thread):
     def __init__(self, own: Rank, groups: Groups, number: int, job_size: int) -> None:
         super().__init__(name="prepare", daemon=True)
         self._own, self._groups, self._number, self._job_size = own, groups, number, job_size
-        self.started_s = time.perf_counter()
         self.prepared_s = self.closed_s = float("inf")
-        self.device_bytes = 0
+        self.row: dict[str, float] = {}  # of the round's figures
+        self._rests_s = 0.0
         self.error: Exception | None = None
 
     def kind_of(self, start_s: float) -> str:
@@ -169,17 +199,31 @@ class Preparer(threading.Thread):
         own, groups, device = self._own, self._groups, self._own.device
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        num_held = groups.num_communicators
+        num_held, live = groups.num_communicators, groups.communicators
         server, store = fresh_store(own, f"round {self._number}")
-        free_before = free_bytes(device)
-        groups.prepare(1 + self._number, store, range(self._job_size), TIMEOUT_S)
-        self.device_bytes = free_before - free_bytes(device)
+        free_before, started_s = free_bytes(device), time.perf_counter()
+        self._rests_until_s = time.monotonic() + RESTS_S
+        groups.prepare(1 + self._number, store, range(self._job_size), TIMEOUT_S, after_each=self._rest)
+        device_bytes = free_before - free_bytes(device)
         self.prepared_s = time.perf_counter()
         own.barrier(f"round {self._number} prepared")
         del server
+        prepared = [communicator for communicator in groups.communicators if communicator not in live]
         groups.discard()
-        wait_for(lambda: groups.num_communicators <= num_held, TIMEOUT_S, "what was prepared to close")
+        wait_for(lambda: groups.num_communicators <= num_held, HANG_S, "what was prepared to close")
         self.closed_s = time.perf_counter()
+        self.row = {"prepare_s": self.prepared_s - started_s, "close_s": self.closed_s - self.prepared_s,
+                    "rests_s": self._rests_s, "device_bytes": device_bytes,
+                    "work_s": statistics.median(communicator.work_s for communicator in prepared),
+                    **{f"close_group_{stage}_s": statistics.median(c.costs[stage].seconds for c in prepared)
+                       for stage in ("close", "resume") if stage in prepared[0].costs}}
+
+    def _rest(self, communicator: Communicator, num_left: int) -> None:
+        """As a stayer does in a move (preparation.py), but that nobody aborts."""
+        seconds = pacing.rest_s(communicator.work_s, self._own.arguments["share"],
+                                self._rests_until_s - time.monotonic(), num_left)
+        time.sleep(seconds)
+        self._rests_s += seconds
 
 
 def fresh_store(own: Rank, name: str) -> tuple[Any, Any]:

@@ -33,8 +33,8 @@ CLOSE_PAUSE_S = 0.05
 class Groups(Handles):
     """Every handle of this process, their live communicators, and those of the generation being prepared.
 
-    `maker` makes the real ones; at least `close_pause_s` lies between two that are closed, more where closing would take
-    more than `close_share` of the time.
+    `maker` makes the real ones; at least `close_pause_s` lies between two that are closed, more where closing would
+    take more than `close_share` of the time.
     """
 
     def __init__(self, device: torch.device, maker: Maker | None = None, close_pause_s: float = CLOSE_PAUSE_S,

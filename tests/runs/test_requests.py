@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -67,8 +68,9 @@ def test_random_moments(harness: Harness, start_harness: Callable[..., Running],
 
 
 def test_what_is_refused_changes_nothing(harness: Harness, start_harness: Callable[..., Running]) -> None:
-    """A wrong request is told to who asked, and to nobody else."""
-    job = start_harness(*Case(iterations=100_000).arguments(8))  # the fixture ends it
+    """A wrong request is told to who asked, and to nobody else. Then a move that rests is cancelled."""
+    job = start_harness(*Case(iterations=100_000).arguments(8), "--prepare-deadline", "1000000", "--prepare-share",
+                        "0.000001")  # the fixture ends it
     wait_for_iteration(job, 1)
     refused(ask(harness, job, "request", "--vacate", "nowhere"), "nowhere")
     refused(ask(harness, job, "request", "--vacate", "b0,b1"), "b0,b1", "spare")
@@ -79,6 +81,25 @@ def test_what_is_refused_changes_nothing(harness: Harness, start_harness: Callab
     assert (found["phase"], found["generation"], found["queued"]) == ("TRAINING", 0, [])
     assert num_done(job) == 0
     wait_for_iteration(job, found["iteration"] + 2)
+    cancel_while_it_rests(harness, job)
+
+
+def cancel_while_it_rests(harness: Harness, job: Running) -> None:
+    """A rest would take minutes, and without the cancel's end of it the abort is not acknowledged in time."""
+    assert ask(harness, job, "request", "--vacate", "b1").rc == 0
+    job.wait_for(lambda: "1 of " in status(harness, job)["progress"], "a group to be prepared")
+    found = status(harness, job)
+    assert re.fullmatch(r"PREPARING b1 \(\d/8; 1 of \d+ groups\)", found["progress"]), found
+    wait_for_iteration(job, found["iteration"] + 5)
+    assert status(harness, job)["progress"] == found["progress"], "it didn't rest"
+    assert ask(harness, job, "cancel").rc == 0
+    job.wait_for(lambda: num_done(job) == 1, "the abort to be acknowledged")
+    after = status(harness, job)
+    assert (after["phase"], after["generation"], outcomes(after)) == ("TRAINING", 0, ["ABORTED"])
+    run = read_run(job.run)
+    rests = run.communicators[run.communicators["stage"] == b"rest"]
+    assert 0 < len(rests) == len(set(rests["world_rank"])), "each stayer was in its first rest"
+    wait_for_iteration(job, after["iteration"] + 2)
 
 
 def test_cancel(harness: Harness, start_harness: Callable[..., Running], undisturbed: Undisturbed) -> None:

@@ -138,7 +138,8 @@ def test_training_that_comes_to_its_hold_ends_a_rest(member: Member) -> None:
 
 
 @pytest.mark.parametrize("role, changes", [("joiner", {}), ("stayer", {"rests_until_s": 0.0})])
-def test_who_does_not_train_or_has_no_time_left_does_not_rest(member: Member, role: str, changes: dict[str, Any]) -> None:
+def test_who_does_not_train_or_has_no_time_left_does_not_rest(member: Member, role: str,
+                                                              changes: dict[str, Any]) -> None:
     member.options = Options(run="", prepare_share=1 / 3601)
     member.groups.device = torch.device("cpu")
     part, made = dataclasses.replace(leaver(), role=role, rests_until_s=time.monotonic() + 7200.0), Prepared()
