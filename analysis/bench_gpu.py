@@ -40,8 +40,9 @@ EQUAL_LOSSES = "Losses and gradient norms equal those of the same job left alone
 EQUAL = "Losses, gradient norms and final digests equal those of the same job left alone, bit for bit."
 _ROUNDS_SHARE = 0.6  # of the time box: the rest is for the start and for the same job left alone
 HOSTS = ("--hosts", "b0,b1,b2,b3")
-MOVES = ("--np", "8", *HOSTS)
-M24 = ("--np", "32", *HOSTS, "--set", "tp=4", "--set", "pp=2", "--set", "dp=3")
+AT_ONCE = ("--prepare-share", "1")  # these runs are too short for rests; beside looks at what they are good for
+MOVES = ("--np", "8", *HOSTS, *AT_ONCE)
+M24 = ("--np", "32", *HOSTS, *AT_ONCE, "--set", "tp=4", "--set", "pp=2", "--set", "dp=3")
 M24_DEADLINES = ("--prepare-deadline", "500", "--switch-deadline", "400", "--heartbeat-timeout", "120",
                  "--orphan-timeout", "240")
 # an iteration of 30 to 100 ms on an H200, and a state of 5 GB; a CPU has small ones

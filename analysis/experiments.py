@@ -151,7 +151,8 @@ _TABLES: dict[str, Callable[[argparse.Namespace, Site, Path], Table]] = {
 
 def run_job(site: Site, arguments: Sequence[str], run: Path) -> Run:
     """One job by the harness, whose output goes where ours goes. Raises UserError if it doesn't complete."""
-    own = ["--hosts", ",".join(site.host_names), "--run", str(run), "--no-report", *site.arguments,
+    at_once = ("--prepare-share", "1")  # moves follow each other sooner than rests allow
+    own = ["--hosts", ",".join(site.host_names), "--run", str(run), "--no-report", *at_once, *site.arguments,
            *arguments]
     parse_run(own)  # what is wrong is said before anything is started
     command = [sys.executable, "harness.py", "--np", str(len(site.hosts)), *own]

@@ -19,10 +19,10 @@ from analysis.log import Run, read_run
 from analysis.moves import compute_moves
 
 ROOT = Path(__file__).resolve().parents[2]
-HOSTS = ("--np", "8", "--hosts", "b0,b1,b2,b3")
+HOSTS = ("--np", "8", "--hosts", "b0,b1,b2,b3", "--prepare-share", "1")  # too short for rests
 # b0 has world rank 0; a second generation is moved as well as the first
 MOVES = ("--vacate", "b1->b3@28", "--vacate", "b0->b1@110", "--lead", "26")
-SETTINGS = ("--set", "iterations=180")
+SETTINGS = ("--set", "iterations=280")
 
 pytestmark = [pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU"), pytest.mark.timeout(400)]
 
