@@ -12,8 +12,9 @@ private names).
 A move: plan.py (who goes where), schedule.py (when), protocol.py (phases, events, actions in one table), move.py (the
 tally of reports), controller.py (decides), actions.py (carries out), watch.py (heartbeats, deadlines), member.py and
 stops.py (where training may stop), part.py (a process's part), preparation.py and switchover.py (what it does in these
-phases), acceptance.py (is a joiner fit for its slot), handles.py, groups.py, communicators/ and stores.py (process groups that outlive their communicator),
-costs.py (what those take), state.py (everything that moves), digest.py (whether it came over whole), faults.py.
+phases), acceptance.py (is a joiner fit for its slot), pacing.py (how long threads beside training rest), handles.py,
+groups.py, communicators/ and stores.py (process groups that outlive their communicator), costs.py (what those take),
+state.py (everything that moves), digest.py (whether it came over whole), faults.py.
 
 Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of
 each experiment).
@@ -35,6 +36,6 @@ forkserver.py and zygote.py (one machine, one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
 communicators. Nothing here imports harness. protocol, move, schedule, arms, plan, topology, config, profiles,
-sizes, slurm_nodes, departures, options, checkpoint_files, straggler, experiments and errors import the standard
+sizes, slurm_nodes, departures, options, pacing, checkpoint_files, straggler, experiments and errors import the standard
 library and numpy only.
 """

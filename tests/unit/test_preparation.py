@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from migration import preparation
+from migration.actions import Actions
 from migration.arms import ARMS
 from migration.communicators.gloo import GlooCommunicator
 from migration.errors import MoveFailed
@@ -22,6 +23,7 @@ from migration.member import Member
 from migration.options import Options
 from migration.part import Part
 from migration.plan import Assignment, MovePlan
+from migration.schedule import Pending
 from migration.stops import Stops
 
 WAIT_S = 30.0
@@ -147,3 +149,14 @@ def test_who_does_not_train_or_has_no_time_left_does_not_rest(member: Member, ro
         setattr(part, name, value)
     preparation._after_group(member, part, made, 1)
     assert made.take_costs() == [] and part.prepared == (1, 2)
+
+
+@pytest.mark.parametrize("arm, expected_s", [("full", 20.0), ("naive", 0.0)])
+def test_where_training_stands_still_meanwhile_nobody_is_told_to_rest(arm: str, expected_s: float) -> None:
+    """`full`: half of the 80 iterations left, at the pace of the fastest one."""
+    actions: Any = Actions.__new__(Actions)
+    actions._current = Pending(id=0, text="b1", arm_name=arm)
+    actions._positions, actions._tally = {0: 20, 1: 19}, SimpleNamespace(roster=SimpleNamespace(holders=(0, 1)))
+    actions.options, actions.config = Options(run="", prepare_deadline_s=300.0), SimpleNamespace(iterations=100)
+    actions._times_s = [0.9, 0.5, 0.7]
+    assert actions._all_rests_s() == expected_s
