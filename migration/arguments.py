@@ -103,9 +103,9 @@ def _add_moves(parser: Parser) -> None:
     moves.add_argument("--prepare-share", default=AUTO, metavar="SHARE", help="after each communicator that is "
                        "prepared beside training, rest until preparing has taken this share of the time, so that "
                        "iterations keep their length; rests end in the first half of --prepare-deadline and of what "
-                       "is left of training, with the abort of the move, and where training waits for it; between "
-                       f"closing old ones likewise; 1: no rest (default: {AUTO}, {SHARES['cuda']:g} on GPUs, "
-                       f"{SHARES['cpu']:g} on CPUs)")
+                       "is left of training, with the abort of the move, and where training waits for it; none for a "
+                       "node in trouble (--watch-slurm); between closing old ones likewise; 1: no rest (default: "
+                       f"{AUTO}, {SHARES['cuda']:g} on GPUs, {SHARES['cpu']:g} on CPUs)")
     moves.add_argument("--require-bitwise", action="store_true", help="abort a move after which sums would have other "
                        "bits, instead of saying so")
     moves.add_argument("--warm-up", default="synthetic", choices=("off", "synthetic", "recorded"), help="a joiner runs "

@@ -134,6 +134,11 @@ class Leaving(Actions):
             self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
             return
 
+    def _all_rests_s(self) -> float:
+        """A node that is in trouble is emptied at once."""
+        is_own = self._current is not None and self._current.id == self._asked
+        return 0.0 if is_own else super()._all_rests_s()
+
     # ---- the processes of an empty host
 
     def _finish_move(self) -> None:

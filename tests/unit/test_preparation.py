@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from migration import preparation
-from migration.actions import Actions
 from migration.arms import ARMS
 from migration.communicators.gloo import GlooCommunicator
 from migration.errors import MoveFailed
+from migration.leaving import Leaving
 from migration.member import Member
 from migration.options import Options
 from migration.part import Part
@@ -151,11 +151,12 @@ def test_who_does_not_train_or_has_no_time_left_does_not_rest(member: Member, ro
     assert made.take_costs() == [] and part.prepared == (1, 2)
 
 
-@pytest.mark.parametrize("arm, expected_s", [("full", 20.0), ("naive", 0.0)])
-def test_where_training_stands_still_meanwhile_nobody_is_told_to_rest(arm: str, expected_s: float) -> None:
-    """`full`: half of the 80 iterations left, at the pace of the fastest one."""
-    actions: Any = Actions.__new__(Actions)
-    actions._current = Pending(id=0, text="b1", arm_name=arm)
+@pytest.mark.parametrize("arm, asked, expected_s", [("full", -1, 20.0), ("naive", -1, 0.0), ("full", 7, 0.0)])
+def test_how_long_members_are_told_to_rest(arm: str, asked: int, expected_s: float) -> None:
+    """For half of the 80 iterations left, at the pace of the fastest one. Not where training stands still meanwhile,
+    nor for a move that the controller asked for since a node is in trouble."""
+    actions: Any = Leaving.__new__(Leaving)
+    actions._current, actions._asked = Pending(id=7, text="b1", arm_name=arm), asked
     actions._positions, actions._tally = {0: 20, 1: 19}, SimpleNamespace(roster=SimpleNamespace(holders=(0, 1)))
     actions.options, actions.config = Options(run="", prepare_deadline_s=300.0), SimpleNamespace(iterations=100)
     actions._times_s = [0.9, 0.5, 0.7]
