@@ -21,11 +21,11 @@ from migration.errors import UserError
 RESTART = "save_and_restart"
 _OVER_RESTART = {"GPU": 100.0, "CPU": 20.0}
 _OVER_NAIVE = 10.0
-_MOST_ITERATIONS = 0.1
+MOST_ITERATIONS = 0.1
 _MOST_ITERATIONS_ALONE = 0.02  # a job of one rank on a GPU: no group has to be switched
-_MOST_WHILE_STREAMING = 1.05
+MOST_WHILE_STREAMING = 1.05
 _MOST_FIRST = 1.05
-_MOST_PARKED = 1.2
+MOST_PARKED = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,12 @@ class Ablation:
 
 def compute_ablation(run: Run, num_moves: int, restarts: Sequence[tuple[str, dict[str, float]]]) -> Ablation:
     """Raises UserError unless all `num_moves` moves were committed."""
-    moves = committed_moves(run, num_moves)
+    return build_ablation(run, committed_moves(run, num_moves), restarts)
+
+
+def build_ablation(run: Run, moves: Sequence[MoveFigures],
+                   restarts: Sequence[tuple[str, dict[str, float]]]) -> Ablation:
+    """Of these moves, all of them committed. Raises UserError where no iteration was free of them."""
     iteration_s = undisturbed_s(moves[0])
     names = list(dict.fromkeys(move.arm for move in moves))
     arms = [_compute_arm(name, [move for move in moves if move.arm == name]) for name in names]
@@ -139,14 +144,14 @@ def _compute_targets(arms: list[ArmFigures], restarts: Sequence[tuple[str, dict[
     if (full := by_name.get("full")) is None:
         return []
     parked = compute_parked([move for move in moves if move.arm == "full"])
-    most = _MOST_ITERATIONS_ALONE if (device, job_size) == ("GPU", 1) else _MOST_ITERATIONS
+    most = _MOST_ITERATIONS_ALONE if (device, job_size) == ("GPU", 1) else MOST_ITERATIONS
     pause = (Figure(name="full: downtime over an iteration", value=full.downtime_iterations, at_most=most, unit="x")
              if parked is None else
              Figure(name="full, parked: downtime over connecting one group and the pause's bytes", value=parked,
-                    at_most=_MOST_PARKED, unit="x"))
+                    at_most=MOST_PARKED, unit="x"))
     targets = [pause,
                Figure(name="full: iterations while preparing over undisturbed", value=full.preparing_ratio,
-                      at_most=_MOST_WHILE_STREAMING, unit="x"),
+                      at_most=MOST_WHILE_STREAMING, unit="x"),
                Figure(name="full: first iteration after the switch over undisturbed",
                       value=full.first_iteration_ratio, at_most=_MOST_FIRST, unit="x")]
     if "naive" in by_name:

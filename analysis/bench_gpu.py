@@ -13,31 +13,23 @@ equality broke; a target that is missed is only said. --device cpu runs the same
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable
 
+from analysis.bench_parts import EQUAL, Bench, Part, add_arguments, names_of, open_bench, run_parts
 from analysis.gpu_figures import beside_figures, host_cost_figures, state_figures
-from analysis.gpu_moves import Arm, RunFailed, inequality, move_figures, run_arm
-from analysis.machine import Machine, ask_machine
-from analysis.ranks import ROOT, run_ranks
-from analysis.results import Figure, Section, build_markdown, read_sections, replace_section, write_sections
+from analysis.gpu_moves import RunFailed, inequality, move_figures
+from analysis.ranks import run_ranks
+from analysis.results import Figure, Section
 from migration.communicators.nccl_policy import CLOSE_BY, SWITCHES
 from migration.errors import UserError
 from migration.pacing import choose_share, parse_share
-from migration.placement import DEFAULTS
 
 AHEAD_AT_MOST = 0.05  # downtime connected ahead, over that of the naive arm: stop, build all, go
-PARK_SINCE = (2, 30, 3)  # NCCL
 ARMS = {  # the naive one last: the others are compared with it
     "connected": ("--nccl-switch", "connected"), "connected in the pause": ("--connect", "pause"),
     "parked": ("--nccl-switch", "parked"), "naive": ("--arm", "naive")}
 EQUAL_LOSSES = "Losses and gradient norms equal those of the same job left alone, bit for bit"
-EQUAL = "Losses, gradient norms and final digests equal those of the same job left alone, bit for bit."
 _ROUNDS_SHARE = 0.6  # of the time box: the rest is for the start and for the same job left alone
 HOSTS = ("--hosts", "b0,b1,b2,b3")
 AT_ONCE = ("--prepare-share", "1")  # these runs are too short for rests; beside looks at what they are good for
@@ -53,46 +45,6 @@ STATE = {True: ("num_layers=8", "hidden_size=4096", "num_attention_heads=32"),
          False: ("num_layers=2", "hidden_size=64")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What every part needs to know."""
-
-    args: argparse.Namespace
-    machine: Machine
-    runs: Path     # where run folders go
-    ends_s: float  # of the time box, monotonic
-
-    @property
-    def on_gpu(self) -> bool:
-        return bool(self.machine.gpus)
-
-    @property
-    def device(self) -> str:
-        return "cuda" if self.on_gpu else "cpu"
-
-    @property
-    def can_park(self) -> bool:
-        return self.on_gpu and tuple(map(int, self.machine.nccl.split("."))) >= PARK_SINCE
-
-    @property
-    def switches(self) -> list[str]:
-        """How old and new communicators get along in beside and soak."""
-        return self.args.beside_switch or (["parked"] if self.can_park else ["connected"])
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Of ranks: what a run's processes set for themselves must stand before CUDA starts."""
-        set_here = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
-        return set_here if self.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
-
-    def left_s(self, at_most_s: float) -> float:
-        """Raises RunFailed when the time box is used up."""
-        left_s = min(self.ends_s - time.monotonic(), at_most_s)
-        if left_s < 5.0:
-            raise RunFailed(f"no time left in the box of {self.args.time_box:g} s")
-        return left_s
-
-
 # ---- the parts
 
 
@@ -100,14 +52,14 @@ def moves(bench: Bench) -> Iterable[Section]:
     """One move of b1, an arm after the other; the section is there again, with a column more, after each."""
     half = bench.args.iterations // 2
     sizes = ("--set", f"iterations={bench.args.iterations}")
-    alone = _train(bench, "undisturbed", (*MOVES, *sizes))
+    alone = bench.train("undisturbed", (*MOVES, *sizes))
     vacate = ("--vacate", f"b1->b3@{half}", "--lead", f"{half - 2}")
     downtimes_s, figures, commands, problems = {}, [], [], []
     for name in bench.args.arms:
         if name == "parked" and not bench.can_park:
             continue
         try:
-            arm = _train(bench, name.replace(" ", "-"), (*MOVES, *sizes, *vacate, *ARMS[name]))
+            arm = bench.train(name.replace(" ", "-"), (*MOVES, *sizes, *vacate, *ARMS[name]))
             figures += move_figures(arm, name)
             downtimes_s[name] = arm.only_move().downtime_s
             commands.append(arm.command)
@@ -118,8 +70,8 @@ def moves(bench: Bench) -> Iterable[Section]:
             figures += [Figure(name="downtime over that of naive", column=other, value=seconds / downtimes_s[name],
                                unit="x", at_most=AHEAD_AT_MOST if bench.on_gpu and other == "connected" else None)
                         for other, seconds in downtimes_s.items()]
-        yield _section(bench, "One move, 8 processes, TP2 PP1 DP3", figures, *commands,
-                       problem="; ".join(filter(None, problems)), notes=("" if any(problems) else EQUAL,))
+        yield bench.section("One move, 8 processes, TP2 PP1 DP3", figures, *commands,
+                            problem="; ".join(filter(None, problems)), notes=("" if any(problems) else EQUAL,))
 
 
 def m24(bench: Bench) -> Iterable[Section]:
@@ -128,13 +80,13 @@ def m24(bench: Bench) -> Iterable[Section]:
     sizes = (*M24, "--set", f"iterations={bench.args.m24_iterations}", *M24_DEADLINES)
     options = ("--vacate", f"b1->b3@{half}", "--lead", f"{half - 1}", "--connect", bench.args.m24_connect)
     one_gpu = {"CUDA_VISIBLE_DEVICES": "0"} if bench.on_gpu else {}
-    arm = _train(bench, "m24", (*sizes, *options), one_gpu)
+    arm = bench.train("m24", (*sizes, *options), environment=one_gpu)
     title, figures = "The m24 shape on one GPU, 32 processes, TP4 PP2 DP3", move_figures(arm, "")
-    yield _section(bench, title, figures, arm.command,
-                   notes=("Not compared with an undisturbed run; leaver and joiner were, by digest.",))
+    yield bench.section(title, figures, arm.command,
+                        notes=("Not compared with an undisturbed run; leaver and joiner were, by digest.",))
     if bench.args.twin:
-        problem = inequality(arm, _train(bench, "m24-undisturbed", sizes, one_gpu).run)
-        yield _section(bench, title, figures, arm.command, problem=problem, notes=("" if problem else EQUAL,))
+        problem = inequality(arm, bench.train("m24-undisturbed", sizes, environment=one_gpu).run)
+        yield bench.section(title, figures, arm.command, problem=problem, notes=("" if problem else EQUAL,))
 
 
 def host(bench: Bench) -> Iterable[Section]:
@@ -142,7 +94,7 @@ def host(bench: Bench) -> Iterable[Section]:
     rows = run_ranks("analysis.gpu_bodies:host_cost", world=2, hosts=_own_gpus(bench), device=bench.device,
                      timeout_s=bench.left_s(200.0), arguments=arguments, environment=bench.environment)
     figures = host_cost_figures(rows[0]["costs"], bound=bench.on_gpu)
-    yield _section(bench, "Host cost of a collective, two ranks", figures)
+    yield bench.section("Host cost of a collective, two ranks", figures)
 
 
 def state(bench: Bench) -> Iterable[Section]:
@@ -152,18 +104,18 @@ def state(bench: Bench) -> Iterable[Section]:
         arguments = {"repeats": bench.args.repeats, "settings": bench.args.state_set or STATE[bench.on_gpu]}
         rows = run_ranks("analysis.gpu_bodies:state_rate", world=2, hosts=hosts, device=bench.device,
                          timeout_s=bench.left_s(200.0), arguments=arguments, environment=bench.environment)
-        yield _section(bench, f"A slot's state over a pair, {way}", state_figures(rows, bound=bench.on_gpu))
+        yield bench.section(f"A slot's state over a pair, {way}", state_figures(rows, bound=bench.on_gpu))
 
 
 def beside(bench: Bench) -> Iterable[Section]:
     share = choose_share(bench.args.prepare_share, bench.device)
-    for switch in bench.switches:
+    for switch in _switches(bench):
         yield _prepare_beside(bench, f"Preparing beside training, two ranks, {switch}, share {share:g}", switch,
                               rounds=bench.args.beside_rounds, share=share, num_groups=None, alone=bench.args.alone)
 
 
 def soak(bench: Bench) -> Iterable[Section]:
-    for switch in bench.switches:
+    for switch in _switches(bench):
         yield _prepare_beside(bench, f"Preparing {bench.args.soak_groups} groups over and over, two ranks, {switch}",
                               switch, rounds=bench.args.rounds, share=1.0, num_groups=bench.args.soak_groups, alone=2)
 
@@ -184,11 +136,16 @@ def _prepare_beside(bench: Bench, title: str, switch: str, *, rounds: int, share
     if rows[0]["num_compared"] < rows[0]["num_losses"]:
         equal = f"{EQUAL_LOSSES} ({rows[0]['num_compared']} iterations)."
     shared = "" if bound else "The ranks share a processor or a GPU: slowdown and memory are not judged."
-    return _section(bench, title, figures, problem=problem, notes=(told, "" if problem else equal, shared))
+    return bench.section(title, figures, problem=problem, notes=(told, "" if problem else equal, shared))
 
 
-PARTS: dict[str, Callable[[Bench], Iterable[Section]]] = {
+PARTS: dict[str, Part] = {
     "moves": moves, "host": host, "state": state, "beside": beside, "soak": soak, "m24": m24}
+
+
+def _switches(bench: Bench) -> list[str]:
+    """How old and new communicators get along in beside and soak."""
+    return bench.args.beside_switch or (["parked"] if bench.can_park else ["connected"])
 
 
 def _own_gpus(bench: Bench) -> str:
@@ -196,60 +153,20 @@ def _own_gpus(bench: Bench) -> str:
     return "one" if len(bench.machine.gpus) >= 2 else "each"
 
 
-def _train(bench: Bench, name: str, arguments: tuple[str, ...], environment: dict[str, str] | None = None) -> Arm:
-    settings = [part for setting in bench.args.settings for part in ("--set", setting)]
-    return run_arm(bench.runs / name, [*arguments, *settings], environment={**bench.environment, **(environment or {})},
-                   on_gpu=bench.on_gpu, timeout_s=bench.left_s(580.0))
-
-
-def _section(bench: Bench, title: str, figures: list[Figure], *commands: str, problem: str = "",
-             notes: tuple[str, ...] = ()) -> Section:
-    title += f" (NCCL {bench.machine.nccl})" if bench.on_gpu else ""
-    return Section(title=title, machine=bench.machine.describe(), figures=tuple(figures), commands=commands,
-                   notes=tuple(filter(None, notes)), problem=problem)
-
-
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    if args.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    machine = ask_machine()
-    out = args.out or ROOT / ("analysis/results" if machine.gpus else "build/results")
-    bench = Bench(args=args, machine=machine, ends_s=time.monotonic() + args.time_box,
-                  runs=Path(args.runs or tempfile.mkdtemp(prefix="bench-gpu-")))
-    sections = read_sections(out / "bench_gpu.json")
-    new: list[Section] = []
-    for name in args.parts or (PARTS if machine.gpus else [part for part in PARTS if part != "m24"]):
-        for section in _run_part(bench, name):
-            new = replace_section(new, section)
-            sections = replace_section(sections, section)
-            write_sections(out, "bench_gpu", sections)
-            print(f"bench_gpu: {section.title}: {section.problem or 'done'}", flush=True)
-    print(build_markdown(new))
-    print(f"written to {out / 'bench_gpu.json'} and {out / 'bench_gpu.md'}; runs are in {bench.runs}")
-    return 1 if any(section.problem for section in new) else 0
-
-
-def _run_part(bench: Bench, name: str) -> Iterable[Section]:
-    """The sections of a part; where it fails, the last one says why, and the other parts go on."""
-    try:
-        yield from PARTS[name](bench)
-    except (RunFailed, AssertionError) as error:  # what a run or a rank that failed raises
-        yield _section(bench, f"Part {name}, which failed", [], problem=str(error))
+    bench = open_bench(args)
+    names = args.parts or (PARTS if bench.on_gpu else [part for part in PARTS if part != "m24"])
+    return run_parts("bench_gpu", args.out, bench, {name: PARTS[name] for name in names})
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m analysis.bench_gpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=_names_of(PARTS), help="comma-separated (default: all; m24 needs a GPU)")
-    parser.add_argument("--out", type=Path, help="folder of bench_gpu.json and .md (default: analysis/results, or "
-                        "build/results without a GPU)")
-    parser.add_argument("--runs", help="folder for the run folders (default: a temporary one)")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--time-box", type=float, default=3600.0, metavar="S", help="for all (default: %(default)g)")
+    add_arguments(parser, PARTS, "bench_gpu", time_box_s=3600.0, default="all; m24 needs a GPU")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE",
                         help="of the jobs of moves and m24")
-    parser.add_argument("--arms", type=_names_of(ARMS), default=list(ARMS), help=f"moves: some of {', '.join(ARMS)}")
+    parser.add_argument("--arms", type=names_of(ARMS), default=list(ARMS), help=f"moves: some of {', '.join(ARMS)}")
     parser.add_argument("--iterations", type=int, default=120, help="moves: of each run (default: %(default)s)")
     parser.add_argument("--m24-iterations", type=int, default=32, help="m24: (default: %(default)s)")
     parser.add_argument("--m24-connect", choices=("ahead", "pause"), default="ahead")
@@ -262,7 +179,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
                         "after each (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=200, help="soak: preparations (default: %(default)s)")
     parser.add_argument("--soak-groups", type=int, default=2, help="soak: groups in each (default: %(default)s)")
-    parser.add_argument("--beside-switch", type=_names_of(SWITCHES), help="beside, soak: one after the other (default: "
+    parser.add_argument("--beside-switch", type=names_of(SWITCHES), help="beside, soak: one after the other (default: "
                         "parked where NCCL can, else connected)")
     parser.add_argument("--close-by", choices=CLOSE_BY, default=CLOSE_BY[0], help="beside, soak: what frees a parked "
                         "communicator (default: %(default)s)")
@@ -280,17 +197,6 @@ def _share(text: str) -> float | None:
         return parse_share(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """A type for argparse: some of `known`, comma-separated, in the order of `known`."""
-    def read(value: str) -> list[str]:
-        names = value.split(",")
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; take some of {', '.join(known)}")
-        return [name for name in known if name in names]
-
-    return read
 
 
 if __name__ == "__main__":

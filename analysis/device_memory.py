@@ -54,6 +54,15 @@ def _ask_smi() -> list[Sample]:
     return [(time.time(), int(index), float(used)) for index, used in rows]
 
 
+def free_gpu_bytes() -> int:
+    """Of the GPU that has least. Raises RuntimeError if nvidia-smi doesn't say."""
+    command = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    done = subprocess.run(command, text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=_QUERY_TIMEOUT_S)
+    if done.returncode or not done.stdout.strip():
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+    return min(int(line) for line in done.stdout.split()) * 2**20
+
+
 def _ask_machine() -> list[Sample]:
     with open("/proc/meminfo") as meminfo:
         kib = {line.split(":")[0]: int(line.split()[1]) for line in meminfo}

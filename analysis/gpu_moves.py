@@ -1,6 +1,6 @@
-"""Whole runs with one move, one for each arm, and the figures that their logs give. Knows nothing of GPUs' insides.
+"""Whole runs with moves, and the figures that their logs give. Knows nothing of GPUs' insides.
 
-Each arm is compared with an undisturbed run, bit for bit; memory is sampled beside it.
+Each run is compared with an undisturbed one, bit for bit; memory is sampled beside it.
 """
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,9 @@ _GRACE_S = 20.0  # for a launcher that was told to end
 PHASES = ("PREPARING", "READY", "SWITCHING")  # whose spans are figures
 
 
+Beside = Callable[[Path, Callable[[], bool]], None]  # gets a run's folder, and whether the run has ended
+
+
 class RunFailed(RuntimeError):
     """A run that didn't complete, or not in time; its last words."""
 
@@ -37,37 +41,62 @@ class Arm:
     run: Run
     command: str
     samples: list[Sample]
+    ended_s: float  # unix, of the last process
+
+    def moves(self, num_moves: int) -> list[MoveFigures]:
+        """All moves of the run. Raises RunFailed unless there are so many, all of them committed."""
+        moves = compute_moves(self.run)
+        if [move.outcome for move in moves] != ["COMMITTED"] * num_moves:
+            raise RunFailed(f"{self.run.path}: {num_moves} committed moves were expected: "
+                            f"{[(m.request, m.outcome, m.reason) for m in moves]}")
+        return moves
 
     def only_move(self) -> MoveFigures:
         """Raises RunFailed if it wasn't committed."""
-        moves = compute_moves(self.run)
-        if [move.outcome for move in moves] != ["COMMITTED"]:
-            raise RunFailed(f"{self.run.path}: the move wasn't committed: {[(m.outcome, m.reason) for m in moves]}")
-        return moves[0]
+        return self.moves(1)[0]
 
 
-def run_arm(folder: Path, arguments: Sequence[str], *, environment: Mapping[str, str], on_gpu: bool,
-            timeout_s: float) -> Arm:
-    """`python harness.py arguments --run folder`. Raises RunFailed."""
+def run_arm(folder: Path, arguments: Sequence[str], *, environment: Mapping[str, str], on_gpu: bool, timeout_s: float,
+            beside: Beside | None = None) -> Arm:
+    """`python harness.py arguments --run folder`. Raises RunFailed.
+
+    `beside` is called as soon as the run is started; what it raises ends the run, and its time counts. What the run
+    says goes to folder.said.
+    """
     command = ["harness.py", *arguments, "--run", str(folder)]
-    with MemorySampler(on_gpu=on_gpu) as sampler:
+    ends_s, said = time.monotonic() + timeout_s, folder.with_name(folder.name + ".said")
+    said.parent.mkdir(parents=True, exist_ok=True)
+    with MemorySampler(on_gpu=on_gpu) as sampler, said.open("wb") as output:
         process = subprocess.Popen([sys.executable, *command], cwd=_ROOT, env={**os.environ, **environment},
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                   text=True)
+                                   stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
-            said, _ = process.communicate(timeout=timeout_s)
+            if beside is not None:
+                beside(folder, lambda: process.poll() is not None)
+            process.wait(max(0.0, ends_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)  # the launcher ends the job in order
-            try:
-                said, _ = process.communicate(timeout=_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                said, _ = process.communicate()
-            raise RunFailed(f"{' '.join(command)} wasn't done after {timeout_s:.0f} s: {said[-1500:]}") from None
+            raise RunFailed(f"{' '.join(command)} wasn't done after {timeout_s:.0f} s: {_last_words(said)}") from None
+        finally:
+            _end(process)
+        ended_s = time.time()
     if process.returncode:
-        raise RunFailed(f"{' '.join(command)} ended with {process.returncode}: {said[-1500:]}")
+        raise RunFailed(f"{' '.join(command)} ended with {process.returncode}: {_last_words(said)}")
     shown = [argument for argument in command if argument not in ("--run", str(folder))]
-    return Arm(run=read_run(folder), command=f"python {' '.join(shown)}", samples=sampler.samples)
+    return Arm(run=read_run(folder), command=f"python {' '.join(shown)}", samples=sampler.samples, ended_s=ended_s)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Of a run that isn't wanted any more: the launcher ends the job in order. Nothing, if it has ended."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _last_words(said: Path) -> str:
+    return said.read_text(errors="replace")[-1500:]
 
 
 def inequality(arm: Arm, undisturbed: Run) -> str:
@@ -77,8 +106,12 @@ def inequality(arm: Arm, undisturbed: Run) -> str:
 
 
 def move_figures(arm: Arm, name: str) -> list[Figure]:
-    """The figures of its only move, in the arm's column."""
-    move = arm.only_move()
+    """The figures of its only move, in the column `name`."""
+    return figures_of(arm, arm.only_move(), name)
+
+
+def figures_of(arm: Arm, move: MoveFigures, name: str) -> list[Figure]:
+    """The figures of one move of the run, in the column `name`."""
     iteration_s = move.undisturbed_s
     figures = [("iteration, undisturbed median", _ms(iteration_s), "ms"),
                ("setup, request to ready", move.setup_s, "s"),
@@ -132,15 +165,24 @@ def _beside(move: MoveFigures) -> range:
 
 
 def phases_of(run: Run, move: MoveFigures) -> dict[str, tuple[float, float]]:
-    """Unix seconds from which and to which the job was in each phase."""
-    spans = run.spans[run.spans["move"] == move.move]
-    pauses = spans[spans["name"] == b"switchover"]
-    first_s, last = float(run.iterations["start_s"].min()), run.iterations[-1]
+    """Unix seconds from which and to which the job was in each phase; on either side up to another move, if there is
+    one."""
+    paused_s, resumed_s = pause_of(run, move)
     ready_s = move.requested_s + (move.setup_s or 0.0)
-    paused_s, resumed_s = float(pauses["start_s"].min()), float(pauses["end_s"].max())
-    return {"undisturbed": (first_s, move.requested_s), "PREPARING": (move.requested_s, ready_s),
-            "READY": (ready_s, paused_s), "SWITCHING": (paused_s, resumed_s),
-            "afterwards": (resumed_s, float(last["start_s"] + last["time_s"]))}
+    last = run.iterations[-1]
+    others = [other for other in compute_moves(run) if other.move != move.move]
+    begins_s = max([float(run.iterations["start_s"].min()),
+                    *(other.end_s for other in others if other.end_s <= move.requested_s)])
+    ends_s = min([float(last["start_s"] + last["time_s"]),
+                  *(other.requested_s for other in others if other.requested_s >= resumed_s)])
+    return {"undisturbed": (begins_s, move.requested_s), "PREPARING": (move.requested_s, ready_s),
+            "READY": (ready_s, paused_s), "SWITCHING": (paused_s, resumed_s), "afterwards": (resumed_s, ends_s)}
+
+
+def pause_of(run: Run, move: MoveFigures) -> tuple[float, float]:
+    """From the first arrival at the switchover of a committed move to the last resumption, unix seconds."""
+    pauses = run.spans[(run.spans["move"] == move.move) & (run.spans["name"] == b"switchover")]
+    return float(pauses["start_s"].min()), float(pauses["end_s"].max())
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -1,0 +1,103 @@
+"""The part `kill` of bench_gpus.py: SIGKILL to a process that holds a slot of a job that trains, and what then happens.
+
+The job saves checkpoints; one is there, and some iterations beyond it are done, when the signal is sent. What the job
+did about it stands in result.json (`recoveries`).
+"""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from analysis.bench_parts import EQUAL, Bench
+from analysis.gpu_moves import RunFailed, inequality
+from analysis.gpus_plan import Layout
+from analysis.log import Run, read_run
+from analysis.results import Figure, Section
+from migration.checkpoint_files import list_complete
+from migration.errors import UserError
+from migration.footprint import FOLDER
+
+TITLE = "A killed rank"
+_LOOK_S = 0.1
+_RUN_ON_S = 60.0  # what is left for the job once the signal is sent, at least
+
+
+def kill(bench: Bench, layout: Layout, job: tuple[str, ...], every: int, undisturbed: Callable[[], Run]
+         ) -> Iterable[Section]:
+    """`job`: arguments of a run that saves every `every` iterations; `undisturbed`: the same run left alone."""
+    victim = layout.per_host  # the first slot of b1
+    checkpoints = bench.runs / "kill-checkpoints"
+    folder, killed_s = bench.runs / "kill", []
+
+    def end_one(run: Path, has_ended: Callable[[], bool]) -> None:
+        killed_s.append(_kill_when_saved(run, has_ended, checkpoints, victim, every,
+                                         time.monotonic() + bench.left_s(580.0) - _RUN_ON_S))
+
+    try:
+        arm = bench.train("kill", (*layout.launch, *job, "--checkpoints", str(checkpoints), "--checkpoint-every",
+                                   str(every), "--no-report"), beside=end_one)
+    except RunFailed as error:
+        raise RunFailed(_why(folder, killed_s, error)) from error
+    assert arm.run.result is not None
+    recoveries = arm.run.result.get("recoveries", [])
+    if len(recoveries) != 1:
+        raise RunFailed(f"one recovery was expected after the SIGKILL, result.json has {recoveries}")
+    problem = inequality(arm, undisturbed())
+    yield bench.section(TITLE, recovery_figures(recoveries[0], _first_after_s(arm.run, killed_s[0])), arm.command,
+                        problem=problem, notes=(_words(recoveries[0]), "" if problem else EQUAL))
+
+
+def recovery_figures(recovery: dict[str, Any], first_after_s: float | None) -> list[Figure]:
+    """`first_after_s`: from the signal to the end of the first iteration that began after it, by the logs."""
+    return [Figure(name="detection", value=recovery["detect_s"], unit="s"),
+            Figure(name="recovery", value=recovery["recovery_s"], unit="s"),
+            Figure(name="signal to the end of the next iteration", value=first_after_s, unit="s"),
+            Figure(name="iterations done again", value=recovery["redone"])]
+
+
+def _words(recovery: dict[str, Any]) -> str:
+    return (f"World ranks {recovery['lost']} lost, slots {recovery['slots']} went to {recovery['to']}; went on from "
+            f"iteration {recovery['from_iteration']} in generation {recovery['generation']}.")
+
+
+def _kill_when_saved(run: Path, has_ended: Callable[[], bool], checkpoints: Path, victim: int, every: int,
+                     ends_s: float) -> float:
+    """SIGKILL to world rank `victim`, half-way from a checkpoint to the next one; returns when (unix seconds).
+
+    Raises RunFailed if the job ends, or time runs out, before that.
+    """
+    while not has_ended() and time.monotonic() < ends_s:
+        complete = list_complete(checkpoints) if checkpoints.is_dir() else []
+        if complete and _last_iteration(run) >= complete[-1][0] + every // 2:
+            pid = json.loads((run / FOLDER / f"w{victim:04d}.json").read_text())["pid"]
+            os.kill(pid, signal.SIGKILL)
+            return time.time()
+        time.sleep(_LOOK_S)
+    why = "the job had ended" if has_ended() else "time ran out"
+    raise RunFailed(f"{why} before there was a checkpoint and world rank {victim} could be killed")
+
+
+def _last_iteration(run: Path) -> int:
+    try:
+        rows = read_run(run).iterations
+    except UserError:  # a log is only being made
+        return -1
+    return int(rows["iteration"].max()) if len(rows) else -1
+
+
+def _first_after_s(run: Run, killed_s: float) -> float | None:
+    rows = run.iterations[run.iterations["start_s"] > killed_s]
+    return float((rows["start_s"] + rows["time_s"]).min()) - killed_s if len(rows) else None
+
+
+def _why(folder: Path, killed_s: list[float], error: RunFailed) -> str:
+    """In one line, if the job ended because a process of it was killed."""
+    result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else {}
+    if killed_s and not result.get("recoveries"):
+        return f"this version doesn't recover from a killed rank: {result.get('error') or 'the job left no result'}"
+    return str(error)
