@@ -35,7 +35,8 @@ from analysis.bench_parts import Bench, Part, add_arguments, open_bench, run_par
 from analysis.device_memory import free_gpu_bytes
 from analysis.gpus_model import LEAST_STATE_BYTES
 from analysis.gpus_parts import FEWEST_MOVES, PARTS, Site, pick_model
-from analysis.gpus_plan import CYCLE, Estimate, Layout, build_estimates, build_layout, build_row, format_plan, share_s
+from analysis.gpus_plan import (FEWEST_SETTLED, Estimate, Layout, build_estimates, build_layout, build_row, format_plan,
+                                share_s)
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
 
 _H200_GIB = 138
@@ -98,7 +99,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-gib", type=int, default=_H200_GIB, metavar="GIB", help="with --gpus: free memory of "
                         "each (default: %(default)s)")
     parser.add_argument("--moves", type=int, default=10, metavar="N", help="moves: in a row; from "
-                        f"{2 * CYCLE + 1} on their leavings are judged (default: %(default)s)")
+                        f"{FEWEST_SETTLED} on their leavings are judged (default: %(default)s)")
     parser.add_argument("--state-gb", type=float, default=LEAST_STATE_BYTES / 1e9, metavar="GB", help="ablation: state "
                         "of a rank at least (default: %(default)g)")
     parser.add_argument("--no-restart", dest="restart", action="store_false", help="ablation: without the save and "

@@ -24,7 +24,7 @@ from migration.footprint import FOLDER
 
 TITLE = "A killed rank"
 _LOOK_S = 0.1
-_RUN_ON_S = 60.0  # what is left for the job once the signal is sent, at least
+_KILL_BY = 0.6  # of the part's time: the rest is for what the job does then
 
 
 def kill(bench: Bench, layout: Layout, job: tuple[str, ...], every: int, undisturbed: Callable[[], Run]
@@ -32,37 +32,49 @@ def kill(bench: Bench, layout: Layout, job: tuple[str, ...], every: int, undistu
     """`job`: arguments of a run that saves every `every` iterations; `undisturbed`: the same run left alone."""
     victim = layout.per_host  # the first slot of b1
     checkpoints = bench.runs / "kill-checkpoints"
-    folder, killed_s = bench.runs / "kill", []
+    killed_s: list[float] = []
 
     def end_one(run: Path, has_ended: Callable[[], bool]) -> None:
         killed_s.append(_kill_when_saved(run, has_ended, checkpoints, victim, every,
-                                         time.monotonic() + bench.left_s(580.0) - _RUN_ON_S))
+                                         time.monotonic() + bench.left_s(580.0) * _KILL_BY))
 
     try:
         arm = bench.train("kill", (*layout.launch, *job, "--checkpoints", str(checkpoints), "--checkpoint-every",
                                    str(every), "--no-report"), beside=end_one)
     except RunFailed as error:
-        raise RunFailed(_why(folder, killed_s, error)) from error
-    assert arm.run.result is not None
-    recoveries = arm.run.result.get("recoveries", [])
+        result = bench.runs / "kill" / "result.json"
+        said = json.loads(result.read_text()) if result.exists() else {}
+        raise RunFailed(explain(said, str(error), was_killed=bool(killed_s))) from error
+    figures, told = describe(arm.run, killed_s[0])
+    problem = inequality(arm, undisturbed())
+    yield bench.section(TITLE, figures, arm.command, problem=problem, notes=(told, "" if problem else EQUAL))
+
+
+def describe(run: Run, killed_s: float) -> tuple[list[Figure], str]:
+    """Figures of the run's only recovery, and who it was about. `killed_s`: when the signal was sent, unix seconds.
+
+    Raises RunFailed if there isn't one recovery.
+    """
+    recoveries: list[dict[str, Any]] = (run.result or {}).get("recoveries", [])
     if len(recoveries) != 1:
         raise RunFailed(f"one recovery was expected after the SIGKILL, result.json has {recoveries}")
-    problem = inequality(arm, undisturbed())
-    yield bench.section(TITLE, recovery_figures(recoveries[0], _first_after_s(arm.run, killed_s[0])), arm.command,
-                        problem=problem, notes=(_words(recoveries[0]), "" if problem else EQUAL))
+    recovery, = recoveries
+    rows = run.iterations[run.iterations["start_s"] > killed_s]
+    next_s = float((rows["start_s"] + rows["time_s"]).min()) - killed_s if len(rows) else None
+    figures = [Figure(name="detection", value=recovery["detect_s"], unit="s"),
+               Figure(name="recovery", value=recovery["recovery_s"], unit="s"),
+               Figure(name="signal to the end of the next iteration, by the logs", value=next_s, unit="s"),
+               Figure(name="iterations done again", value=recovery["redone"])]
+    return figures, (f"World ranks {recovery['lost']} lost, slots {recovery['slots']} went to {recovery['to']}; went "
+                     f"on from iteration {recovery['from_iteration']} in generation {recovery['generation']}.")
 
 
-def recovery_figures(recovery: dict[str, Any], first_after_s: float | None) -> list[Figure]:
-    """`first_after_s`: from the signal to the end of the first iteration that began after it, by the logs."""
-    return [Figure(name="detection", value=recovery["detect_s"], unit="s"),
-            Figure(name="recovery", value=recovery["recovery_s"], unit="s"),
-            Figure(name="signal to the end of the next iteration", value=first_after_s, unit="s"),
-            Figure(name="iterations done again", value=recovery["redone"])]
-
-
-def _words(recovery: dict[str, Any]) -> str:
-    return (f"World ranks {recovery['lost']} lost, slots {recovery['slots']} went to {recovery['to']}; went on from "
-            f"iteration {recovery['from_iteration']} in generation {recovery['generation']}.")
+def explain(result: dict[str, Any], said: str, *, was_killed: bool) -> str:
+    """Why the job failed, in one line if that is because it can't go on without a process. `said`: its last words."""
+    if was_killed and not result.get("recoveries"):
+        error = str(result.get("error") or "the job left no result").splitlines()[0]
+        return f"this version doesn't recover from a killed rank: {error}"
+    return said
 
 
 def _kill_when_saved(run: Path, has_ended: Callable[[], bool], checkpoints: Path, victim: int, every: int,
@@ -88,16 +100,3 @@ def _last_iteration(run: Path) -> int:
     except UserError:  # a log is only being made
         return -1
     return int(rows["iteration"].max()) if len(rows) else -1
-
-
-def _first_after_s(run: Run, killed_s: float) -> float | None:
-    rows = run.iterations[run.iterations["start_s"] > killed_s]
-    return float((rows["start_s"] + rows["time_s"]).min()) - killed_s if len(rows) else None
-
-
-def _why(folder: Path, killed_s: list[float], error: RunFailed) -> str:
-    """In one line, if the job ended because a process of it was killed."""
-    result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else {}
-    if killed_s and not result.get("recoveries"):
-        return f"this version doesn't recover from a killed rank: {result.get('error') or 'the job left no result'}"
-    return str(error)

@@ -24,7 +24,7 @@ _SAVED_BYTES = 14       # of a parameter in a checkpoint
 _FILLED = 0.85          # of a GPU's memory, at most
 _FIXED_BYTES = 8 << 30  # of a process: CUDA, libraries, old and new communicators side by side
 _BUILD_S, _WARM_UP_S = 3.0, 3.0
-_AROUND = 5             # iterations before the first move and after the last one
+_AROUND = 4             # iterations before the first move and after the last one
 _AGREE = 2              # iterations from ready to the first boundary at which a group is connected
 # iterations in which new groups are connected ahead, as schedule.py spreads 7 groups and 17 groups
 _BOUNDARIES_ALONE, _BOUNDARIES = 7, 9
@@ -136,7 +136,10 @@ def estimate_moves_s(config: Config, rates: Rates) -> float:
 
 
 def estimate_restart_s(config: Config, rates: Rates) -> float:
-    """A checkpoint of everything, of which each process writes and reads its share, and a start from it."""
-    share_bytes = num_parameters(config) * _SAVED_BYTES / config.job_size
-    return (2 * share_bytes / rates.disk_bytes_s + rates.imports_s + rates.start_s + _BUILD_S
+    """A checkpoint of everything, which the first replica writes, of the distributed optimizer's shards each its own;
+    then a start from it, for which each process reads what it holds."""
+    num_writers = config.job_size if config.distributed_optimizer else config.tp * config.pp
+    read_bytes = max(slot_state_bytes(config, slot).total for slot in range(config.job_size))
+    return (num_parameters(config) * _SAVED_BYTES / num_writers / rates.write_bytes_s
+            + read_bytes / rates.read_bytes_s + rates.imports_s + rates.start_s + _BUILD_S
             + estimate_iteration_s(config, rates))

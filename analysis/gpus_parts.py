@@ -58,7 +58,7 @@ def moves(site: Site) -> Iterable[Section]:
     for shape in site.layout.shapes:
         first = shape == site.layout.shapes[0]
         rates = site.layout.rates
-        row = site.row if first else build_row(FEWEST_MOVES, spacing=rates.spacing, settle=0)
+        row = site.row if first else build_row(FEWEST_MOVES, spacing=rates.spacing, settle=rates.settle)
         alone = site.alone(shape, row.iterations)
         arm = site.train(f"moved-{shape.name.replace(' ', '')}",
                          (*site.small(shape, row.iterations), *row.arguments))
@@ -69,7 +69,7 @@ def moves(site: Site) -> Iterable[Section]:
         held = "Training waits for each move at its iteration (--hold), so new groups are connected in the pause."
         yield site.bench.section(f"Moves of b0, b1 and b2, {shape.name}", figures, arm.command, problem=problem,
                                  notes=("" if problem else EQUAL, held))
-        if first and len(row.settled) == 2:
+        if first and row.settled:
             yield _flatness(site, arm, row, made)
 
 
@@ -88,8 +88,8 @@ def switches(site: Site) -> Iterable[Section]:
     """b1 to b3 once, for each way to make room; the section is there again, with a column more, after each."""
     shape, iterations = site.layout.shapes[0], site.row.iterations
     alone = site.alone(shape, iterations)
-    at = iterations - max(3, iterations // 5)  # what is late has some iterations more
-    vacate = ("--vacate", f"b1->b3@{at}", "--lead", str(at - 4))
+    at = 2 * iterations // 3  # a third is left for what is late
+    vacate = ("--vacate", f"b1->b3@{at}", "--lead", str(2 * at // 3))
     ways: dict[str, tuple[str, ...]] = {"connected": ("--nccl-switch", "connected")}
     if site.bench.can_park:
         ways["parked"] = ("--nccl-switch", "parked")

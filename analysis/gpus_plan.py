@@ -14,6 +14,7 @@ HOSTS, HOSTS_SWAPPED = "b0,b1,b2,b3", "b0,b3,b2,b1"  # swapped: where b1's proce
 # same again after four moves.
 _FREE = ("b3", "b0", "b1", "b2")
 CYCLE = 4
+FEWEST_SETTLED = 2 * CYCLE  # moves: each process has had a slot, and all of a cycle follow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,9 @@ class Rates:
     parked_s: float       # what parking adds
     flops: float          # of bf16 training
     host_bytes_s: float   # between two virtual hosts
-    disk_bytes_s: float   # of a checkpoint, written or read
-    spacing: int = 5
+    write_bytes_s: float  # of a checkpoint, into the page cache
+    read_bytes_s: float   # out of it
+    spacing: int = 4
     settle: int = 30
 
 
@@ -58,11 +60,11 @@ class Rates:
 OWN = Rates(kind="a GPU for every process", settings=(
     "num_layers=2", "hidden_size=2048", "num_attention_heads=16", "seq_length=1024", "num_microbatches=2", "lr=1e-4"),
     imports_s=15.0, start_s=10.0, iteration_s=0.1, move_s=4.5, parked_s=5.0, flops=2.0e14, host_bytes_s=3.0e9,
-    disk_bytes_s=0.5e9)
+    write_bytes_s=0.7e9, read_bytes_s=1.5e9)
 SHARED = Rates(kind="several processes a GPU", settings=(), imports_s=25.0, start_s=20.0, iteration_s=0.2, move_s=12.0,
-               parked_s=12.0, flops=0.5e14, host_bytes_s=0.8e9, disk_bytes_s=0.5e9)
+               parked_s=12.0, flops=0.5e14, host_bytes_s=0.8e9, write_bytes_s=0.5e9, read_bytes_s=1e9)
 CPU = Rates(kind="no GPU", settings=("num_microbatches=1",), imports_s=15.0, start_s=5.0, iteration_s=0.2, move_s=1.5,
-            parked_s=0.0, flops=1e10, host_bytes_s=1e8, disk_bytes_s=1e8, settle=8)
+            parked_s=0.0, flops=1e10, host_bytes_s=1e8, write_bytes_s=1e8, read_bytes_s=1e8, settle=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +114,8 @@ def as_settings(**fields: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Moves in a row, each held for. `settled`: indices of the moves after which there is time for all to be closed;
-    the last one is among them."""
+    """Moves in a row, each held for. `settled`: indices of the two moves after which there is time for all to be
+    closed, or none."""
 
     requests: tuple[str, ...]
     iterations: int
@@ -127,13 +129,13 @@ class Row:
 
 def build_row(num_moves: int, *, spacing: int, settle: int) -> Row:
     """Moves every `spacing` iterations, and `settle` more after the last one, and after the one a cycle before it:
-    then the same host is the spare one."""
-    settled = tuple(index for index in (num_moves - 1 - CYCLE, num_moves - 1) if index >= 0)
+    then the same host is the spare one. Of too few moves nothing is compared."""
+    settled = (num_moves - 1 - CYCLE, num_moves - 1) if num_moves >= FEWEST_SETTLED else ()
     requests, iteration = [], 0
     for index in range(num_moves):
         iteration += spacing + (settle if index - 1 in settled else 0)
         requests.append(f"{_FREE[(index + 1) % CYCLE]}->{_FREE[index % CYCLE]}@{iteration}")
-    return Row(requests=tuple(requests), iterations=iteration + spacing + settle, settled=settled)
+    return Row(requests=tuple(requests), iterations=iteration + spacing + settle * bool(settled), settled=settled)
 
 
 # ---- parts and seconds
@@ -152,7 +154,7 @@ def build_estimates(layout: Layout, *, num_moves: int, ablation: str, ablation_s
     """All parts, the most important first. `ablation`: its model in words, `ablation_s`: its seconds."""
     rates = layout.rates
     row = build_row(num_moves, spacing=rates.spacing, settle=rates.settle)
-    short = build_row(3, spacing=rates.spacing, settle=0)
+    short = build_row(3, spacing=rates.spacing, settle=rates.settle)
     alone_s = rates.start_s + row.iterations * rates.iteration_s
     other_s = 2 * (rates.start_s + short.iterations * rates.iteration_s) + 3 * rates.move_s
     names = " and ".join(shape.name for shape in layout.shapes)

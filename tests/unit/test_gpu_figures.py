@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from analysis import bench_gpu
+from analysis import bench_gpu, bench_parts
 from analysis.device_memory import MemorySampler, peak_by_phase
 from analysis.gpu_figures import MIB, beside_figures, host_cost_figures, job_times, state_figures
 from analysis.machine import Machine
@@ -129,18 +129,18 @@ def test_three_digits_that_count(value: float | str | None, text: str) -> None:
 
 def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are there after each part, and a part that is run again takes its old place."""
-    def grows(bench: bench_gpu.Bench) -> Iterator[Section]:
+    def grows(bench: bench_parts.Bench) -> Iterator[Section]:
         yield Section(title="moves", machine="m", notes=("one arm",))
         assert read_sections(tmp_path / "bench_gpu.json")[-1].notes == ("one arm",)
         yield Section(title="moves", machine="m", notes=("two arms",))
 
-    def fails(bench: bench_gpu.Bench) -> Iterator[Section]:
+    def fails(bench: bench_parts.Bench) -> Iterator[Section]:
         bench.left_s(-1.0)
         yield Section(title="never", machine="m")
 
     machine = Machine(date="2026-01-01", gpus=(), driver="none", torch="2", nccl="none", megatron_core="0", cores=2,
                       python="3", code="0" * 64)
-    monkeypatch.setattr(bench_gpu, "ask_machine", lambda: machine)
+    monkeypatch.setattr(bench_parts, "ask_machine", lambda: machine)
     monkeypatch.setattr(bench_gpu, "PARTS", {"a": fails, "b": grows})
     assert bench_gpu.main(["--out", str(tmp_path), "--time-box", "10"]) == 1
     failed, moves = read_sections(tmp_path / "bench_gpu.json")
