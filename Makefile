@@ -12,7 +12,7 @@ STAMP := $(VENV)/.made
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-unit test-mpi test-runs test-gpu bench bench-gpu test-fast
+.PHONY: help setup demo test test-unit test-mpi test-runs test-gpu bench bench-gpu bench-gpus test-fast
 .PHONY: slurm-up slurm-down slurm-test clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -24,6 +24,7 @@ help:
 	@echo 'make test-gpu   tests on GPUs; results in analysis/results (OUT=folder)'
 	@echo 'make bench      figures of moves on this machine'
 	@echo 'make bench-gpu  figures of moves on GPUs; results in analysis/results (OUT=folder, PARTS=a,b)'
+	@echo 'make bench-gpus the same with a GPU for every process (8 or 4), in nine minutes (PLAN=1: what and how long)'
 	@echo 'make slurm-up   a Slurm of four virtual nodes on this machine (root, Debian packages); make slurm-down ends it'
 	@echo 'make slurm-test tests on such a Slurm; without root or its packages those that need it are skipped'
 	@echo 'make setup      the environment in .venv; the others do it first, and it is done only once'
@@ -68,6 +69,10 @@ bench: setup
 # What moves cost on GPUs; PARTS=moves,host,state,beside,m24 chooses, OUT as above.
 bench-gpu: setup
 	$(RUN) -m analysis.bench_gpu $(if $(OUT),--out $(OUT)) $(if $(PARTS),--parts $(PARTS))
+
+# Moves with a GPU for every process; PARTS=moves,ablation,switches,kill chooses, PLAN=1 only says how long it takes.
+bench-gpus: setup
+	$(RUN) -m analysis.bench_gpus $(if $(OUT),--out $(OUT)) $(if $(PARTS),--parts $(PARTS)) $(if $(PLAN),--plan)
 
 test-fast: setup
 	$(RUN) -m pytest -q tests/unit

@@ -23,6 +23,7 @@ from migration.placement import DEFAULTS
 
 PARK_SINCE = (2, 30, 3)  # NCCL
 EQUAL = "Losses, gradient norms and final digests equal those of the same job left alone, bit for bit."
+_FAILED = "Part %s, which failed"
 _LEAST_S = 5.0  # nothing is begun with less
 
 
@@ -97,13 +98,14 @@ def run_parts(stem: str, out: Path | None, bench: Bench, parts: Mapping[str, Par
     sections = read_sections(out / f"{stem}.json")
     new: list[Section] = []
     for name, part in parts.items():
+        sections = [section for section in sections if not section.title.startswith(_FAILED % name)]  # of older calls
         print(f"{stem}: part {name}; {bench.ends_s - time.monotonic():.0f} s of {bench.args.time_box:g} s are left",
               flush=True)
         for section in _run_part(box(bench, name), name, part):
             new = replace_section(new, section)
             sections = replace_section(sections, section)
             write_sections(out, stem, sections)
-            print(f"{stem}: {section.title}: {section.problem or 'done'}", flush=True)
+            print(f"{stem}: {section.title}: {(section.problem or 'done').splitlines()[0]}", flush=True)
     print(build_markdown(new))
     print(f"written to {out / f'{stem}.json'} and {out / f'{stem}.md'}; runs are in {bench.runs}")
     return 1 if any(section.problem for section in new) else 0
@@ -114,10 +116,10 @@ def _run_part(bench: Bench, name: str, part: Part) -> Iterator[Section]:
     try:
         yield from part(bench)
     except (RunFailed, UserError, AssertionError) as error:  # what a run, its log or a rank that failed raises
-        yield bench.section(f"Part {name}, which failed", [], problem=str(error))
+        yield bench.section(_FAILED % name, [], problem=str(error))
     except Exception as error:  # a mistake of ours: told in full, and no reason to lose the other parts
         traceback.print_exc()
-        yield bench.section(f"Part {name}, which failed", [], problem=f"{type(error).__name__}: {error}")
+        yield bench.section(_FAILED % name, [], problem=f"{type(error).__name__}: {error}")
 
 
 def add_arguments(parser: argparse.ArgumentParser, parts: Iterable[str], stem: str, *, time_box_s: float,

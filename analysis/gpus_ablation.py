@@ -20,7 +20,7 @@ from analysis.gpu_moves import Arm, RunFailed, figures_of
 from analysis.gpus_model import LEAST_STATE_BYTES, Model
 from analysis.gpus_plan import HOSTS_SWAPPED, Layout
 from analysis.log import read_run
-from analysis.moves import BYTES_PER_GB, MoveFigures, compute_moves
+from analysis.moves import BYTES_PER_GB, compute_moves
 from analysis.ranks import ROOT
 from analysis.restart_arm import compute_times
 from analysis.results import Figure, Section
@@ -43,16 +43,19 @@ def ablation(bench: Bench, layout: Layout, job: Callable[[int], tuple[str, ...]]
     checkpoints = bench.runs / "ablation" / "checkpoints"
     share = model.restart_s / model.seconds if model else _RESTART_SHARE
     moves_end_s = time.monotonic() + bench.left_s(580.0) * (1 - share * bench.args.restart)
-    arm = bench.train("ablation", (*layout.launch, *job(_ITERATIONS), *build_requests(), *_DEADLINES, "--no-report",
-                                   "--checkpoints", str(checkpoints)),
-                      beside=lambda run, has_ended: _stop_when_done(run, has_ended, moves_end_s))
-    moves = compute_moves(arm.run)
     told = _told(layout, model)
-    yield _section(bench, arm, moves, (), layout, told)
-    if not bench.args.restart:
+    try:
+        arm = bench.train("ablation", (*layout.launch, *job(_ITERATIONS), *build_requests(), *_DEADLINES, "--no-report",
+                                       "--checkpoints", str(checkpoints)),
+                          beside=lambda run, has_ended: _stop_when_done(run, has_ended, moves_end_s))
+    except RunFailed as error:  # the arms that came so far are still worth having
+        left = Arm(run=read_run(bench.runs / "ablation"), command="", samples=[], ended_s=time.time())
+        yield _section(bench, left, (), layout, told, failed=str(error))
         return
-    times = _restart(bench, arm, layout, job, checkpoints)
-    yield _section(bench, arm, moves, ((RESTART, times),), layout, told)
+    yield _section(bench, arm, (), layout, told)
+    if bench.args.restart:
+        times = _restart(bench, arm, layout, job, checkpoints)
+        yield _section(bench, arm, ((RESTART, times),), layout, told)
 
 
 def build_requests() -> list[str]:
@@ -93,21 +96,24 @@ def _restart(bench: Bench, arm: Arm, layout: Layout, job: Callable[[int], tuple[
     return {**dataclasses.asdict(times), "total_s": times.total_s}
 
 
-def _section(bench: Bench, arm: Arm, moves: list[MoveFigures], restarts: tuple[tuple[str, dict[str, float]], ...],
-             layout: Layout, told: tuple[str, ...]) -> Section:
+def _section(bench: Bench, arm: Arm, restarts: tuple[tuple[str, dict[str, float]], ...], layout: Layout,
+             told: tuple[str, ...], failed: str = "") -> Section:
+    """Of the moves that were committed. `failed`: why the job didn't end as it should."""
+    moves = compute_moves(arm.run)
     committed = [move for move in moves if move.outcome == "COMMITTED"]
     lost = [f"{move.arm or move.request}: {move.outcome}: {move.reason}" for move in moves if move not in committed]
     missing = set(ARMS) - {move.arm for move in moves}
-    problem = "; ".join([*lost, *(f"{name}: no time" for name in ARMS if name in missing)])
+    problem = "; ".join(filter(None, [failed, *lost, *(f"{name}: no time" for name in ARMS if name in missing)]))
+    commands = [arm.command] if arm.command else []
     if not committed:
-        return bench.section(TITLE, [], arm.command, problem=problem, notes=told)
+        return bench.section(TITLE, [], *commands, problem=problem, notes=told)
     found = build_ablation(arm.run, committed, restarts)
     figures = [figure for move in committed for figure in figures_of(arm, move, move.arm)]
     figures += _restart_figures(found) + found.targets
     sent = max(row.pause_bytes for row in found.arms) / BYTES_PER_GB
     figures.append(Figure(name="state of a rank, as sent in one piece", value=sent, unit="GB",
                           at_least=LEAST_STATE_BYTES / BYTES_PER_GB if layout.processes_a_gpu == 1 else None))
-    return bench.section(TITLE, figures, arm.command, problem=problem, notes=told)
+    return bench.section(TITLE, figures, *commands, problem=problem, notes=told)
 
 
 def _restart_figures(found: Ablation) -> list[Figure]:

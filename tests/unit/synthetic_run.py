@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from analysis.log import Run
 from migration.config import Config
 from migration.timeline import Timeline
 
@@ -80,6 +83,14 @@ def compute_start_s(iteration: int, origin_s: float, *, move: bool) -> float:
     num_slower = max(0, min(iteration, BOUNDARY) - REQUESTED) if move else 0
     return (origin_s + STARTUP_S + iteration * (ITERATION_S + 0.05) + (2 * ITERATION_S if iteration else 0.0)
             + num_slower * SLOWER_S + (PAUSE_S if move and iteration > BOUNDARY else 0.0))
+
+
+def add_switchover(run: Run) -> Run:
+    """`run` with the span of its move's switchover."""
+    span = run.spans[:1].copy()
+    begins_s = compute_start_s(BOUNDARY, min(process.started_s for process in run.processes.values()), move=True)
+    span["move"], span["name"], span["start_s"], span["end_s"] = 0, b"switchover", begins_s, begins_s + PAUSE_S
+    return dataclasses.replace(run, spans=np.append(run.spans, span))
 
 
 def _add_move(timelines: list[Timeline], origin_s: float, outcome: str) -> None:

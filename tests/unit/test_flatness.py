@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_run import BOUNDARY, PAUSE_S, compute_start_s, make_run
+from synthetic_run import add_switchover, compute_start_s, make_run
 
 from analysis.flatness import Settled, flatness_figures, look_after
 from analysis.gpu_moves import pause_of, phases_of
@@ -44,13 +44,8 @@ def test_the_memory_of_the_machine_is_not_judged() -> None:
 @pytest.fixture
 def moved(tmp_path: Path) -> tuple[Run, MoveFigures, float]:
     """A run with a switchover, its move, and when the process began."""
-    run = read_run(make_run(tmp_path / "run"))
-    origin_s = min(process.started_s for process in run.processes.values())
-    pause = run.spans[:1].copy()
-    begin_s = compute_start_s(BOUNDARY, origin_s, move=True)
-    pause["move"], pause["name"], pause["start_s"], pause["end_s"] = 0, b"switchover", begin_s, begin_s + PAUSE_S
-    run = dataclasses.replace(run, spans=np.append(run.spans, pause))
-    return run, compute_moves(run)[0], origin_s
+    run = add_switchover(read_run(make_run(tmp_path / "run")))
+    return run, compute_moves(run)[0], min(process.started_s for process in run.processes.values())
 
 
 def test_looks_at_the_end_of_the_time_after_a_move(moved: tuple[Run, MoveFigures, float]) -> None:
