@@ -37,7 +37,9 @@ from analysis.gpus_model import LEAST_STATE_BYTES
 from analysis.gpus_parts import FEWEST_MOVES, PARTS, Site, pick_model
 from analysis.gpus_plan import (FEWEST_SETTLED, Estimate, Layout, build_estimates, build_layout, build_row, format_plan,
                                 share_s)
+from migration.errors import UserError
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
+from migration.pacing import parse_share
 
 _H200_GIB = 138
 
@@ -45,10 +47,10 @@ _H200_GIB = 138
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     if args.gpus is not None:  # another machine's plan
-        print(_plan(build_layout(args.gpus, args.gpu_gib << 30), args, can_park=True)[1])
+        print(_plan(build_layout(args.gpus, args.gpu_gib << 30, args.prepare_share), args, can_park=True)[1])
         return 0
     bench = open_bench(args)
-    layout = build_layout(len(bench.machine.gpus), free_gpu_bytes() if bench.on_gpu else 0)
+    layout = build_layout(len(bench.machine.gpus), free_gpu_bytes() if bench.on_gpu else 0, args.prepare_share)
     estimates, told = _plan(layout, args, can_park=bench.can_park)
     print(told, flush=True)
     if args.plan:
@@ -102,6 +104,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
                         f"{FEWEST_SETTLED} on their leavings are judged (default: %(default)s)")
     parser.add_argument("--state-gb", type=float, default=LEAST_STATE_BYTES / 1e9, metavar="GB", help="ablation: state "
                         "of a rank at least (default: %(default)g)")
+    parser.add_argument("--prepare-share", default="1", metavar="SHARE", help="of all runs, as the harness's; less "
+                        "takes longer than the plan says (default: %(default)s, no rests)")
     parser.add_argument("--no-restart", dest="restart", action="store_false", help="ablation: without the save and "
                         "restart")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE",
@@ -111,6 +115,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--moves {args.moves}: at least {FEWEST_MOVES}, of b0, b1 and b2")
     if args.gpus is not None and (not args.plan or args.gpus < 0):
         parser.error("--gpus N goes with --plan, and N isn't below 0")
+    try:
+        parse_share(args.prepare_share)
+    except UserError as error:
+        parser.error(str(error))
     return args
 
 

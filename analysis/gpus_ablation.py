@@ -26,8 +26,9 @@ from analysis.restart_arm import compute_times
 from analysis.results import Figure, Section
 from migration.errors import UserError
 
-# what matters most comes first, should the time not do for all; the joiner of the first one has never trained
-ARMS = ("full", "naive", "two_stage+warmup", "two_stage")
+# What matters most comes first, should the time not do for all. Training waits for the naive one at its iteration, by
+# which every move before it would have to be through: so none is.
+ARMS = ("naive", "full", "two_stage+warmup", "two_stage")
 TITLE = "All arms"
 _FIRST, _SPACING = 4, 2   # iterations; a move that is late comes as soon as it can
 _ITERATIONS = 10_000      # it is stopped before
@@ -45,7 +46,7 @@ def ablation(bench: Bench, layout: Layout, job: Callable[[int], tuple[str, ...]]
     moves_end_s = time.monotonic() + bench.left_s(580.0) * (1 - share * bench.args.restart)
     told = _told(layout, model)
     try:
-        arm = bench.train("ablation", (*layout.launch, *job(_ITERATIONS), *build_requests(), *_DEADLINES, "--no-report",
+        arm = bench.train("ablation", (*layout.launch(), *job(_ITERATIONS), *build_requests(), *_DEADLINES,
                                        "--checkpoints", str(checkpoints)),
                           beside=lambda run, has_ended: _stop_when_done(run, has_ended, moves_end_s))
     except RunFailed as error:  # the arms that came so far are still worth having
@@ -59,6 +60,7 @@ def ablation(bench: Bench, layout: Layout, job: Callable[[int], tuple[str, ...]]
 
 
 def build_requests() -> list[str]:
+    """Arguments of the moves, to and fro, one after the other without a gap."""
     there_and_back = ("b1->b3", "b3->b1")
     asked = (part for index in range(len(ARMS))
              for part in ("--vacate", f"{there_and_back[index % 2]}@{_FIRST + _SPACING * index}"))
@@ -89,9 +91,11 @@ def _restart(bench: Bench, arm: Arm, layout: Layout, job: Callable[[int], tuple[
     """The parts of a start from the job's checkpoint, with b1's processes on b3: every process anew, nothing shared."""
     assert arm.run.result is not None
     iteration = int(arm.run.result["checkpoints"][-1]["iteration"])
-    after = bench.train("restart", ("--np", str(layout.num_processes), "--hosts", HOSTS_SWAPPED, *job(iteration + 2),
-                                    *_DEADLINES, "--no-report", "--no-shared-imports", "--load", str(checkpoints)))
-    shutil.rmtree(checkpoints)  # tens of GB, and of no use any more
+    try:
+        after = bench.train("restart", (*layout.launch(HOSTS_SWAPPED), *job(iteration + 2), *_DEADLINES,
+                                        "--no-shared-imports", "--load", str(checkpoints)))
+    finally:
+        shutil.rmtree(checkpoints)  # tens of GB, and of no use any more
     times = compute_times(arm.run, after.run, iteration, arm.ended_s)
     return {**dataclasses.asdict(times), "total_s": times.total_s}
 
@@ -129,9 +133,9 @@ def _restart_figures(found: Ablation) -> list[Figure]:
 
 
 def _told(layout: Layout, model: Model | None) -> tuple[str, ...]:
+    gaps = "The moves follow each other without a gap."
     if model is None:
-        return ("A small model: there is no GPU.",)
-    own = layout.processes_a_gpu == 1
+        return "A small model: there is no GPU.", gaps
     few = "" if model.state_bytes >= LEAST_STATE_BYTES else "Less than 20 GB: so much memory isn't free here."
-    return (f"{model.config.tp=}, {model.config.pp=}, {model.config.dp=}: ".replace("model.config.", "")
-            + f"{model.describe()}.", few, "" if own else "Processes share GPUs: slowdowns bind nobody.")
+    shared = "Processes share GPUs: slowdowns bind nobody." if layout.processes_a_gpu > 1 else ""
+    return f"{layout.shapes[0].name}, {model.describe()}.", few, gaps, shared

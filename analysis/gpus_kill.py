@@ -39,8 +39,8 @@ def kill(bench: Bench, layout: Layout, job: tuple[str, ...], every: int, undistu
                                          time.monotonic() + bench.left_s(580.0) * _KILL_BY))
 
     try:
-        arm = bench.train("kill", (*layout.launch, *job, "--checkpoints", str(checkpoints), "--checkpoint-every",
-                                   str(every), "--no-report"), beside=end_one)
+        arm = bench.train("kill", (*layout.launch(), *job, "--checkpoints", str(checkpoints), "--checkpoint-every",
+                                   str(every)), beside=end_one)
     except RunFailed as error:
         result = bench.runs / "kill" / "result.json"
         said = json.loads(result.read_text()) if result.exists() else {}

@@ -36,12 +36,12 @@ class Site:
 
     def train(self, name: str, arguments: Iterable[str]) -> Arm:
         """Raises RunFailed."""
-        return self.bench.train(name, (*self.layout.launch, *arguments))
+        return self.bench.train(name, (*self.layout.launch(), *arguments))
 
     def small(self, shape: Shape, iterations: int) -> tuple[str, ...]:
         """Arguments of the job of all parts but the ablation."""
         settings = (part for setting in self.layout.rates.settings for part in ("--set", setting))
-        return (*shape.settings, *settings, *as_settings(iterations=iterations), "--no-report")
+        return (*shape.settings, *settings, *as_settings(iterations=iterations))
 
     def alone(self, shape: Shape, iterations: int) -> Run:
         """The small job left alone; run once for all parts."""
@@ -55,32 +55,42 @@ class Site:
 
 
 def moves(site: Site) -> Iterable[Section]:
+    rates = site.layout.rates
     for shape in site.layout.shapes:
-        first = shape == site.layout.shapes[0]
-        rates = site.layout.rates
-        row = site.row if first else build_row(FEWEST_MOVES, spacing=rates.spacing, settle=rates.settle)
-        alone = site.alone(shape, row.iterations)
-        arm = site.train(f"moved-{shape.name.replace(' ', '')}",
-                         (*site.small(shape, row.iterations), *row.arguments))
-        made = arm.moves(len(row.requests))
-        problem = inequality(arm, alone)
-        figures = [figure for move in made[:FEWEST_MOVES]
-                   for figure in figures_of(arm, move, move.request.partition("@")[0]) if figure.name in _OF_MOVES]
-        held = "Training waits for each move at its iteration (--hold), so new groups are connected in the pause."
-        yield site.bench.section(f"Moves of b0, b1 and b2, {shape.name}", figures, arm.command, problem=problem,
-                                 notes=("" if problem else EQUAL, held))
-        if first and row.settled:
-            yield _flatness(site, arm, row, made)
+        row = site.row if shape == site.layout.shapes[0] else build_row(
+            FEWEST_MOVES, spacing=rates.spacing, settle=rates.settle)
+        try:
+            yield from _moves_of(site, shape, row)
+        except RunFailed as error:  # the other grid is still worth having
+            yield site.bench.section(_title(shape), [], problem=str(error))
 
 
-def _flatness(site: Site, arm: Arm, row: Row, made: list[MoveFigures]) -> Section:
+def _title(shape: Shape) -> str:
+    return f"Moves of b0, b1 and b2, {shape.name}"
+
+
+def _moves_of(site: Site, shape: Shape, row: Row) -> Iterable[Section]:
+    alone = site.alone(shape, row.iterations)
+    arm = site.train(f"moved-{shape.name.replace(' ', '')}", (*site.small(shape, row.iterations), *row.arguments))
+    made = arm.moves(len(row.requests))
+    problem = inequality(arm, alone)
+    figures = [figure for move in made[:FEWEST_MOVES]
+               for figure in figures_of(arm, move, move.request.partition("@")[0]) if figure.name in _OF_MOVES]
+    held = "Training waits for each move at its iteration (--hold), so new groups are connected in the pause."
+    yield site.bench.section(_title(shape), figures, arm.command, problem=problem,
+                             notes=("" if problem else EQUAL, held))
+    if row.settled:
+        yield _flatness(site, shape, arm, row, made)
+
+
+def _flatness(site: Site, shape: Shape, arm: Arm, row: Row, made: list[MoveFigures]) -> Section:
     before, after = (look_after(arm.run, arm.samples, made, index) for index in row.settled)
     downtimes_ms = [move.downtime_s * 1e3 for move in made if move.downtime_s is not None]
     figures, grown = flatness_figures(before, after, on_gpu=site.bench.on_gpu,
                                       processes_a_gpu=site.layout.processes_a_gpu)
-    return site.bench.section(f"{len(made)} moves in a row, {site.layout.shapes[0].name}", [
-        Figure(name="downtime, median", value=statistics.median(downtimes_ms), unit="ms"),
-        Figure(name="downtime, longest", value=max(downtimes_ms), unit="ms"), *figures], arm.command,
+    downtimes = [Figure(name="downtime, median", value=statistics.median(downtimes_ms), unit="ms"),
+                 Figure(name="downtime, longest", value=max(downtimes_ms), unit="ms")]
+    return site.bench.section(f"{len(made)} moves in a row, {shape.name}", [*downtimes, *figures], arm.command,
                               problem=grown and f"not flat: {grown}")
 
 

@@ -69,13 +69,15 @@ CPU = Rates(kind="no GPU", settings=("num_microbatches=1",), imports_s=15.0, sta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Four virtual hosts on this machine. `gpu_bytes`: memory of one GPU that is free; 0 on a CPU."""
+    """Four virtual hosts on this machine. `gpu_bytes`: memory of one GPU that is free; 0 on a CPU. `share`: of the
+    time, what preparing and closing may take (--prepare-share)."""
 
     num_gpus: int
     gpu_bytes: int
     per_host: int  # processes
     shapes: tuple[Shape, ...]
     rates: Rates
+    share: str
 
     @property
     def num_processes(self) -> int:
@@ -86,9 +88,9 @@ class Layout:
         """Of the fullest one; 0 on a CPU."""
         return -(-self.num_processes // self.num_gpus) if self.num_gpus else 0
 
-    @property
-    def launch(self) -> tuple[str, ...]:
-        return ("--np", str(self.num_processes), "--hosts", HOSTS)
+    def launch(self, hosts: str = HOSTS) -> tuple[str, ...]:
+        """Arguments of every run."""
+        return ("--np", str(self.num_processes), "--hosts", hosts, "--prepare-share", self.share, "--no-report")
 
     def describe(self) -> str:
         gpus = f"{self.num_gpus} GPUs with {self.gpu_bytes / 2**30:.0f} GiB free" if self.num_gpus else "no GPU"
@@ -96,13 +98,13 @@ class Layout:
                 + " and ".join(shape.name for shape in self.shapes))
 
 
-def build_layout(num_gpus: int, gpu_bytes: int) -> Layout:
+def build_layout(num_gpus: int, gpu_bytes: int, share: str = "1") -> Layout:
     """From eight GPUs on, two for each virtual host; from four on, one; fewer are shared by eight processes."""
     own = num_gpus >= NUM_HOSTS
     per_host = 1 if own and num_gpus < 2 * NUM_HOSTS else 2
     shapes = (Shape(tp=1, pp=1),) if per_host == 1 else (Shape(tp=2, pp=1), Shape(tp=1, pp=2))
     return Layout(num_gpus=min(num_gpus, NUM_HOSTS * per_host), gpu_bytes=gpu_bytes, per_host=per_host, shapes=shapes,
-                  rates=OWN if own else SHARED if num_gpus else CPU)
+                  share=share, rates=OWN if own else SHARED if num_gpus else CPU)
 
 
 def as_settings(**fields: object) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import pytest
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
-MOVES, ARMS, SWITCHES = ("b0->b3", "b1->b0", "b2->b1"), ("full", "naive", "two_stage+warmup", "two_stage"), (
+MOVES, ARMS, SWITCHES = ("b0->b3", "b1->b0", "b2->b1"), ("naive", "full", "two_stage+warmup", "two_stage"), (
     "connected", "lazy")
 
 

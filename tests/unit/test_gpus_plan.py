@@ -77,6 +77,9 @@ def test_arms_there_and_back() -> None:
     config, options = parse_run([*TP2.settings, "--set", "iterations=1000", *gpus_ablation.build_requests()])
     assert options.arms == gpus_ablation.ARMS
     check_moves(initial_roster(hosts_of(layout), config), options.vacate)
+    schedule = options.schedule()
+    first = schedule.waiting[0]
+    assert schedule.holds == {first.hold} and first.arm_name == "naive", "nobody must be through by its iteration"
     before, after = HOSTS.split(","), HOSTS_SWAPPED.split(",")
     assert after == ["b0", before[3], "b2", before[1]]
 
