@@ -50,6 +50,7 @@ def train(job: Job, process: Process) -> bool:
             return False
         iteration, samples, consumed = job.iteration, job.cursor.samples_digest(), job.cursor.consumed_samples
         result = job.take_step()
+        member.check()
         end_s = clock()
         disturbed = disturbed or member.part is not None
         own_s = process.own_s(end_s - start_s)
@@ -63,7 +64,18 @@ def train(job: Job, process: Process) -> bool:
 
 
 def live(process: Process, config: Config) -> None:
-    """A process's life: with a slot it trains, without one it stands by. The control thread ends it."""
+    """A process's life, from one recovery to the next. The control thread ends it."""
+    while True:
+        try:
+            if process.member.is_recovering:
+                process.begin_anew()
+            serve(process, config)
+        except BaseException as error:  # the controller ends them all, or has every slot built anew
+            process.fail(error, traceback.format_exc())
+
+
+def serve(process: Process, config: Config) -> None:
+    """With a slot it trains, without one it stands by. Raises Recovering, or whatever an aborted operation gives."""
     from migration.job import close_job
     from migration.standby import wait_for_slot
     job = process.start_slot() if process.member.slot is not None else None
@@ -112,10 +124,7 @@ def run_process(argv: list[str]) -> int:
         world.abort()
         raise
     process.add_marks(marks)
-    try:
-        live(process, config)
-    except BaseException as error:  # the controller tells everybody and ends them all
-        process.fatal(error, traceback.format_exc())
+    live(process, config)
     raise AssertionError("a process ends from its control thread")
 
 

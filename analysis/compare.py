@@ -2,6 +2,7 @@
 
 Owns what equality means: for each iteration and slot the loss, gradient norm, sample digest, position in the data and
 skipped step, and at the end the digest of each kind of state of each slot. Who held a slot, and when, is no part of it.
+What a run has done twice, because it lost a process in between, is compared both times.
 No tolerance: floats are compared by their bits, except that a NaN equals a NaN.
 """
 from __future__ import annotations
@@ -56,6 +57,7 @@ def compare_runs(first: Run, second: Run) -> Verdict:
     """Compares two runs; what isn't whole is not equal to anything."""
     fault = next((fault for name, run in (("A", first), ("B", second)) if (fault := _find_gap(name, run))), None)
     fault = fault or _find_missing(first, second) or _find_difference(first, second)
+    fault = fault or _find_redone_difference("A", first, second) or _find_redone_difference("B", second, first)
     fault = fault or _find_digest_difference(first, second)
     if fault is not None:
         lines = [f"different: {fault}", f"  A is {first.path}", f"  B is {second.path}"]
@@ -65,7 +67,8 @@ def compare_runs(first: Run, second: Run) -> Verdict:
               for field in FIELDS}
     compared = ", ".join(f"{counts[field]} {plural}" for field, plural in FIELDS.items())
     return Verdict(equal=True, text=f"equal: {len(np.unique(rows['iteration']))} iterations x {len(first.slots)} "
-                                    f"slots: {compared}, {len(first.digests)} final digests")
+                                    f"slots: {compared}, {len(first.digests)} final digests"
+                                    + _count_redone(first, second))
 
 
 def _find_gap(name: str, run: Run) -> str | None:
@@ -120,6 +123,23 @@ def _find_difference(first: Run, second: Run) -> str | None:
             f"B {_show(others[field][at])} (world ranks {rows['world_rank'][at]} and {others['world_rank'][at]}; "
             + ", ".join(f"{int(unequal[name].sum())} of {len(rows)} {plural} differ"
                         for name, plural in FIELDS.items() if unequal[name].any()) + ")")
+
+
+def _find_redone_difference(name: str, run: Run, other: Run) -> str | None:
+    """The first of the rows that `run` has done again later that isn't equal to the other run's."""
+    known = {(int(row["iteration"]), int(row["slot"])): row for row in other.iterations}
+    for row in run.redone:
+        expected = known[int(row["iteration"]), int(row["slot"])]
+        wrong = next((field for field in FIELDS if not _equal_bits(row[[field]][field], expected[[field]][field])), None)
+        if wrong is not None:
+            return (f"{_place(row['iteration'], row['slot'])}, {wrong}, as {name} had it before its recovery: "
+                    f"{_show(row[wrong])}, the other run {_show(expected[wrong])}")
+    return None
+
+
+def _count_redone(first: Run, second: Run) -> str:
+    number = len(first.redone) + len(second.redone)
+    return f", {number} iterations of slots before they were done again" if number else ""
 
 
 def _find_digest_difference(first: Run, second: Run) -> str | None:

@@ -53,7 +53,9 @@ class Run:
     options: dict[str, Any]
     versions: dict[str, str]
     hosts: list[str]  # of each world rank
-    iterations: np.ndarray  # sorted by iteration, slot
+    iterations: np.ndarray  # sorted by iteration, slot; those that count
+    redone: np.ndarray  # likewise: iterations that were done before a recovery, and done again after it
+    recoveries: dict[int, int]  # generations in which every slot was built anew: the iteration from which each went on
     spans: np.ndarray  # sorted by start_s
     moves: np.ndarray  # sorted by requested_s; one row a move, that of the highest term
     communicators: np.ndarray  # as each process logged them
@@ -91,13 +93,16 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     read = [_read_file(file) for file in files]
     first = read[0].attributes
     arrays = {name: np.concatenate([file.arrays[name] for file in read]) for name in DATASETS}
+    recoveries = _find_recoveries(arrays["spans"])
+    iterations, redone = _split_redone(arrays["iterations"], recoveries)
+    digests = np.sort(arrays["digests"], order=("slot", "kind", "digest", "world_rank"))
     return Run(
         path=path, processes={file.process.world_rank: file.process for file in read},
         config=first["config"], options=first["options"], versions=first["versions"], hosts=first["hosts"],
-        iterations=np.sort(arrays["iterations"], order=("iteration", "slot", "world_rank")),
+        iterations=iterations, redone=redone, recoveries=recoveries,
         spans=arrays["spans"][np.argsort(arrays["spans"]["start_s"], kind="stable")],
         moves=_last_terms(arrays["moves"]), communicators=arrays["communicators"],
-        digests=np.sort(arrays["digests"], order=("slot", "kind", "world_rank")),
+        digests=_drop_repeated(digests) if recoveries else digests,
         events=arrays["events"][np.argsort(arrays["events"]["time_s"], kind="stable")],
         result=_read_result(path / "result.json"))
 
@@ -172,6 +177,32 @@ def _read_dataset(path: Path, dataset: h5py.Dataset, name: str, world_rank: int)
         merged[column] = rows[column][:num_filled]
     merged["world_rank"] = world_rank
     return merged
+
+
+def _find_recoveries(spans: np.ndarray) -> dict[int, int]:
+    begun = spans[(spans["phase"] == b"RECOVERING") & (spans["name"] == b"connect")]
+    return {int(span["generation"]): int(span["iteration"]) for span in begun}
+
+
+def _split_redone(rows: np.ndarray, recoveries: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """(iterations that count, those that a later generation has done again after a recovery), each in order.
+
+    What a slot logged twice for another reason stays where it is: it is a fault that comparisons find.
+    """
+    rows = np.sort(rows, order=("iteration", "slot", "generation", "world_rank"))
+    is_redone = np.zeros(len(rows), bool)
+    same = (rows["iteration"][1:] == rows["iteration"][:-1]) & (rows["slot"][1:] == rows["slot"][:-1])
+    for at in np.flatnonzero(same).tolist():
+        first, again = rows[at], rows[at + 1]
+        is_redone[at] = any(first["generation"] < generation <= again["generation"] and again["iteration"] >= iteration
+                            for generation, iteration in recoveries.items())
+    return rows[~is_redone], rows[is_redone]
+
+
+def _drop_repeated(digests: np.ndarray) -> np.ndarray:
+    """Final digests that were found once more after a recovery, with the same bits."""
+    columns = digests[["slot", "kind", "digest"]]
+    return digests[np.append(True, columns[1:] != columns[:-1])] if len(digests) else digests
 
 
 def _last_terms(moves: np.ndarray) -> np.ndarray:

@@ -12,7 +12,8 @@ import numpy as np
 from analysis.log import Run, text
 
 STARTUP = "STARTUP"
-PHASE_ORDER = (STARTUP, "TRAINING", "PREPARING", "READY", "SWITCHING", "COMMITTED", "ABORTED")
+RECOVERING = "RECOVERING"
+PHASE_ORDER = (STARTUP, "TRAINING", "PREPARING", "READY", "SWITCHING", "COMMITTED", "ABORTED", RECOVERING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,9 @@ class RunFigures:
     median_s: float | None  # of the undisturbed iterations, job-wide
     startup_s: float | None  # first process to first iteration
     startup: list[SpanTime]
+    recoveries: list[dict[str, Any]]  # as the result has them
+    recovery_words: list[str]  # what was said of them
+    recovering: list[SpanTime]  # of all recoveries
     final_loss: float | None  # mean over the slots that have one, of the last iteration
     num_skipped: int  # iterations whose step the loss scaler skipped
     faults: list[dict[str, Any]]
@@ -67,6 +71,9 @@ def compute_run(run: Run) -> RunFigures:
         median_s=compute_undisturbed_s(job_iterations(run)),
         startup_s=None if begun_s is None else begun_s - started_s,
         startup=compute_span_times(run.spans[run.spans["phase"] == STARTUP.encode()]),
+        recoveries=result.get("recoveries", []),
+        recovery_words=[text(row["text"]) for row in run.events if text(row["kind"]) == "recovery"],
+        recovering=compute_span_times(run.spans[run.spans["phase"] == RECOVERING.encode()]),
         final_loss=float(losses.mean()) if len(losses) else None,
         num_skipped=len(np.unique(rows["iteration"][rows["skipped"] != 0])), faults=result.get("faults", []),
         versions=run.versions)

@@ -31,7 +31,7 @@ SPAN_COLOURS = {
 OTHER_COLOURS = ("#bcbd22", "#1f77b4", "#a1d99b", "#c49c94", "#393b79")
 # From arrival at the boundary to resumption: it holds the others, so it is left out of the rows
 WHOLE = "switchover"
-MOVE_COLOUR, PAUSE_COLOUR = "#b30000", "#d62728"
+MOVE_COLOUR, PAUSE_COLOUR, RECOVERY_COLOUR = "#b30000", "#d62728", "#54278f"
 PREPARING_COLOUR, READY_COLOUR = "#fddf9c", "#fff7e3"
 
 
@@ -67,6 +67,10 @@ def draw_iteration_times(run: Run, moves: list[MoveFigures], path: Path) -> Path
     axes.vlines(times["iteration"][paused], times["time_s"][paused], (times["time_s"] + times["pause_s"])[paused],
                 color=PAUSE_COLOUR, linewidth=3, label="pause at the boundary before it")
     _mark_moves(run, axes, moves)
+    for generation, iteration in run.recoveries.items():
+        axes.axvline(iteration - 0.5, color=RECOVERY_COLOUR, linestyle="--", linewidth=1.2)
+        axes.annotate(f" recovery: generation {generation}", (iteration - 0.5, 0.06), xycoords=("data", "axes fraction"),
+                      fontsize=8.5, color=RECOVERY_COLOUR)
     _limit_times(axes, times)
     axes.set(xlabel="iteration", ylabel="time (s)", xlim=(times["iteration"][0] - 0.5, times["iteration"][-1] + 0.5))
     axes.set_title(f"{run.config.get('profile', '?')}: time per iteration", loc="left")

@@ -159,6 +159,8 @@ def _format_run(run: Run, figures: RunFigures, pictures: list[Path]) -> str:
              f"  final loss   {loss}",
              f"  start-up     {format_s(figures.startup_s)}, first process to first iteration"]
     lines += [_format_span(run, span) for span in figures.startup]
+    lines += [f"  {words}" for words in figures.recovery_words]
+    lines += [_format_span(run, span) for span in figures.recovering]
     lines += ["  fault        " + ", ".join(f"{name} {value}" for name, value in fault.items())
               for fault in figures.faults]
     lines += [f"  logs         {run.path / 'log'} ({len(run.processes)} files)"]

@@ -19,6 +19,9 @@ state.py (everything that moves), digest.py (whether it came over whole), faults
 Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of
 each experiment).
 
+When a process is lost: recovery.py (who is lost, and how the job goes on), neighbours.py (sees who died), rebuilding.py
+(what each process does about it).
+
 Without a move: checkpoint.py (the whole state through Megatron's distributed checkpoint), checkpoint_files.py (which
 one counts, and where a run starts), stopping.py (how a running job is asked to save and end).
 

@@ -31,7 +31,7 @@ from migration.topology import pipeline_role
 from migration.watch import Watch
 from migration.world import World
 
-_BEAT_S = 0.5
+_BEAT_S = 5.0  # or more often, where processes wait for less before they end themselves
 
 
 class Actions:
@@ -46,7 +46,8 @@ class Actions:
         self._record = RunRecord(config=config, num_iterations=options.last_iteration(config.iterations),
                                  run=options.run, timeline=timeline, progress_s=options.progress_s)
         self._schedule = options.schedule()
-        self._watch = Watch(world.size, beat_s=_BEAT_S, heartbeat_timeout_s=options.heartbeat_timeout_s)
+        self._watch = Watch(world.size, beat_s=min(_BEAT_S, options.orphan_timeout_s / 4),
+                            heartbeat_timeout_s=options.heartbeat_timeout_s)
         self._server = RequestServer(options.run, address, term, world.rank)
         self._store: Any = None  # of the generation being built; dropping it ends every member's wait on it
         self._store_coming: Future[Any] | None = None
@@ -234,7 +235,8 @@ class Actions:
         self._act(self._tally.recount())
 
     def _fail_job(self) -> None:
-        lost = not self._tally.roster.lost.isdisjoint(self._tally.roster.holders)
+        lost = (self._tally.phase is Phase.RECOVERING
+                or not self._tally.roster.lost.isdisjoint(self._tally.roster.holders))
         self._end_job(self._tally.reason or "the job can't go on", requeue=self._can_go_on(lost))
 
     # ---- the end

@@ -138,6 +138,9 @@ def _add_moves(parser: Parser) -> None:
                        "memory allows old and new side by side: connect new communicators ahead of the pause, one "
                        "group an iteration, or in the pause, or on the prepare thread, which can deadlock (default: "
                        "%(default)s)")
+    moves.add_argument("--recover", default="auto", choices=("auto", "off"), help="when a process that holds a slot is "
+                       "lost: a spare takes its slot and all go on from the newest checkpoint, in the same processes, "
+                       "or the run ends, to be started again (default: %(default)s)")
     moves.add_argument("--watch-slurm", default="auto", choices=("auto", "off"), help="in a job of Slurm, vacate nodes "
                        "that are drained, fail or are about to be taken away, and give them back (default: "
                        "%(default)s)")
@@ -164,7 +167,8 @@ def _add_experiments(parser: Parser) -> None:
     tests = parser.add_argument_group("for tests and experiments")
     tests.add_argument("--fault", action="append", default=[], metavar="KIND@SLOT:PHASE[#MOVE]", help="raise, kill, "
                        "hang, corrupt or cancel at the joiner of SLOT in PREPARING, READY or SWITCHING, or slow in "
-                       "PREPARING; repeatable")
+                       "PREPARING; kill or hang at its leaver in LEAVING (at the switchover), or at the joiner in "
+                       "COMMITTED; repeatable")
     tests.add_argument("--omit-state", action="append", default=[], metavar="KIND", help="leave out this kind of "
                        "state, to see the comparison fail; repeatable")
     tests.add_argument("--leaver-steps", action="store_true", help="a leaver takes the optimizer step of the switchover "
@@ -258,6 +262,6 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         load=os.path.abspath(args.load) if args.load else "", omit_state=tuple(args.omit_state),
         find_stragglers=args.find_stragglers or args.auto_evict, auto_evict=args.auto_evict, slow=tuple(args.slow),
         slow_joiner_s=args.slow_joiner, slow_checkpoint_s=args.slow_checkpoint,
-        watch_slurm=args.watch_slurm, slurm_poll_s=args.slurm_poll,
+        recover=args.recover, watch_slurm=args.watch_slurm, slurm_poll_s=args.slurm_poll,
         warm_up=args.warm_up, record_limit_mib=args.record_limit,
         joiner_traffic=args.joiner_traffic == "real", standby=args.standby)

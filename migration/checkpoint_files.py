@@ -84,6 +84,17 @@ def find_start(load: str, checkpoints: str, config: Config, *, data: str = "",
                                              f"goes on at iteration {found.iteration} from {found.folder}"))
 
 
+def find_restart(start: Start, checkpoints: str) -> Start:
+    """Where a run that began at `start` goes on when processes of it were lost: from the newest whole checkpoint that
+    it has saved since, else from `start` once more.
+    """
+    try:
+        newest = _find_newest(checkpoints, must_exist=False) if checkpoints else Start()
+    except UserError as error:  # none of them is whole
+        return dataclasses.replace(start, notes=(str(error),))
+    return newest if newest.iteration > start.iteration else dataclasses.replace(start, notes=newest.notes)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Raises UserError if the folder holds no checkpoint of this program."""
     path = folder / MANIFEST

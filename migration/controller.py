@@ -5,11 +5,11 @@ role goes to a process that holds a slot, under a new term. Control thread only,
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from migration.acceptance import Acceptance, Figures
+from migration.checkpoint_files import Start
 from migration.config import Config
 from migration.errors import UserError
 from migration.leaving import Leaving
@@ -18,6 +18,7 @@ from migration.options import Options
 from migration.plan import Roster, parse_vacate, plan_move
 from migration.protocol import Action, Event, Phase
 from migration.record import MoveRecord
+from migration.recovery import Recovery
 from migration.schedule import Pending
 from migration.stopping import Stop, Stopping
 from migration.straggler import Detector, Straggler
@@ -26,63 +27,44 @@ from migration.topology import grid_of
 from migration.world import Record, World
 
 
-_LOOK_AROUND_S = 1.8  # more than three heartbeats
-
-
-class Controller(Stopping, Leaving):
+class Controller(Recovery, Stopping, Leaving):
     """Decides; there is one at a time, and each of its records carries its term."""
 
     def __init__(self, *, world: World, config: Config, options: Options, roster: Roster, timeline: Timeline,
-                 address: str, term: int, on_end: Callable[[str], None]) -> None:
+                 address: str, term: int, on_end: Callable[[str], None], start: Start) -> None:
         super().__init__(world=world, config=config, options=options, roster=roster, timeline=timeline,
-                         address=address, term=term, on_end=on_end)
-        self._ready: set[int] = set()
-        self._is_starting = term > 0  # the first generation is being built, or has been
-        self._started: set[int] = set()
-        self._detector = Detector([grid_of(config).coordinates(slot).pp for slot in range(config.job_size)])
+                         address=address, term=term, on_end=on_end, start=start)
+        self._stages = [grid_of(config).coordinates(slot).pp for slot in range(config.job_size)]
+        self._detector = Detector(self._stages)
         self._asked_to_end = ""
-        self._fatal: tuple[float, str, int] | None = None  # when to end the job, why, and its exit code
 
     @property
     def is_to_end(self) -> bool:
-        """Whether the run is about to be ended, which a successor would know nothing of."""
-        return self._fatal is not None or bool(self._asked_to_end)
+        """Whether the run may be about to be ended, which a successor would know nothing of."""
+        return self._failure is not None or bool(self._suspects) or bool(self._asked_to_end)
 
     # ---- records in
 
     def on_record(self, record: Record) -> None:
         """A record of a member; its kind names the method."""
         self._watch.heard(record["from"])
-        if not self._ended:
+        if not self._ended and record["from"] not in self._tally.roster.lost:  # one that hung is told to end
             getattr(self, "_on_" + record["kind"].lower())(record)
 
     def _on_alive(self, record: Record) -> None:
-        """That it came says that the process lives; and whether it is done with the last move, and what it has run."""
-        if record["idle"]:
-            self._idle.add(record["from"])
+        """That it came says that the process lives; and whether it is done with the last move, what it has run, and who
+        beside it has died."""
+        (self._idle.add if record["idle"] else self._idle.discard)(record["from"])
         self._warm_roles[record["from"]] = frozenset(record["roles"])
-
-    def _on_ready(self, record: Record) -> None:
-        self._ready.add(record["from"])
-        self._start_if_ready()
-
-    def _start_if_ready(self) -> None:
-        """Once everybody is ready; of a spare that was lost before, nobody waits."""
-        if not self._is_starting and len(self._ready | self._tally.roster.lost) == self.world.size:
-            self._is_starting = True
-            self._start_store(lambda: self._broadcast("START", store=[self._address, self._store.port]))
-
-    def _on_started(self, record: Record) -> None:
-        self._started.add(record["from"])
-        self._positions[record["from"]] = record["iteration"]
-        if len(self._started) == self.config.job_size:
-            self._broadcast("BEGUN")
+        for rank in record["gone"]:
+            self._suspect(rank, f"its process has died, as world rank {record['from']} beside it sees", has_died=True)
 
     def _on_checkpoint(self, record: Record) -> None:
         self._record.checkpoint(record)
 
     def _on_progress(self, record: Record) -> None:
         self._positions[record["from"]] = record["iteration"]
+        self._note_iteration(record["from"])
         if "prepared" in record:
             self._prepared[record["from"]] = (record["prepared"][0], record["prepared"][1])
         if "loss" in record:
@@ -120,21 +102,9 @@ class Controller(Stopping, Leaving):
 
     def _on_finished(self, record: Record) -> None:
         self._finished.add(record["from"])
+        self._note_iteration(record["from"])
         if self._tally.phase in (Phase.PREPARING, Phase.READY):
             self._take_event(Event.JOB_ENDED, "training ended before the move could take effect")
-
-    def _on_fatal(self, record: Record) -> None:
-        """A process can't go on. Often because another one is gone: a moment later its silence tells which."""
-        if self._fatal is None:
-            self._fatal = (time.monotonic() + _LOOK_AROUND_S, record["message"], record["code"])
-
-    def _end_fatally(self, now_s: float) -> None:
-        assert self._fatal is not None
-        roster = self._tally.roster
-        silent = [f"world rank {r} on {roster.hosts[r]}" for r, _ in self._watch.silent_for(now_s, _LOOK_AROUND_S)
-                  if r not in roster.lost]
-        first = f"{' and '.join(silent)} died or can't be reached; first seen by " if silent else ""
-        self._end_job(first + self._fatal[1], self._fatal[2], requeue=self._can_go_on(bool(silent)))
 
     def _on_fault(self, record: Record) -> None:
         self._record.fault(record)
@@ -184,15 +154,15 @@ class Controller(Stopping, Leaving):
     def on_tick(self, now_s: float) -> None:
         """Called at every poll of the control thread."""
         self._take_store()
-        if self._watch.is_beat_due(now_s) and self.successor is None:
+        if self.successor is None and self._watch.is_beat_due(now_s):
             self._broadcast("BEAT")
-            self._beat_ending()
+        if self.successor is None and self._watch.is_look_due(now_s):
             for rank, silent_s in self._watch.silent(now_s):
-                self._lose(rank, f"not heard for {silent_s:.1f} s")
+                self._suspect(rank, f"not heard for {silent_s:.1f} s")
         if not self._ended and self._asked_to_end:
             self._end_job(self._asked_to_end)
-        if not self._ended and self._fatal is not None and now_s > self._fatal[0]:
-            self._end_fatally(now_s)
+        if not self._ended:
+            self._look_around(now_s)
         if not self._ended and (reason := self._watch.pop_expired(now_s)) is not None:
             self._expire(reason)
         if not self._ended and self.successor is None:
@@ -202,26 +172,21 @@ class Controller(Stopping, Leaving):
         if len(self._finished) == self.config.job_size and self._tally.phase is Phase.TRAINING and not self._ended:
             self._finish_run()
 
-    def _lose(self, rank: int, why: str) -> None:
-        roster = self._tally.roster
-        if rank in roster.lost or self._ended:
-            return
-        text = f"world rank {rank} on {roster.hosts[rank]} is lost: {why}"
-        self.timeline.add_event("lost", text)
-        self._say(text)
-        if rank not in roster.holders:
-            self._send(rank, "END", code=1, finalize=False)  # if it only hangs, it must not stay behind
-        self._act(self._tally.lose(rank, text))
-        if not self._ended:
-            self._start_if_ready()
-
     def _expire(self, reason: str) -> None:
         missing = self._tally.waiting
-        if self._tally.phase is Phase.ABORTED and not set(missing) & set(self._tally.roster.holders):
+        if self._tally.phase is Phase.RECOVERING:
+            self._expire_recovery(reason)
+        elif self._tally.phase is Phase.ABORTED and not set(missing) & set(self._tally.roster.holders):
             for rank in missing:
-                self._lose(rank, "it doesn't acknowledge the abort")
+                self._suspect(rank, "it doesn't acknowledge the abort")
         else:
             self._take_event(Event.DEADLINE_EXPIRED, f"{reason}; missing: world ranks {missing}")
+
+    def _send_recover(self) -> None:
+        """What is known of processes at work counts no more."""
+        super()._send_recover()
+        self._detector = Detector(self._stages)
+        self._idle.clear()
 
     def _finish_run(self) -> None:
         for pending in self._schedule.waiting:
@@ -309,6 +274,7 @@ class Controller(Stopping, Leaving):
                 "generation": self._tally.generation, "term": self.term, "controller": self.world.rank,
                 "move": self._current.text if self._current else None,
                 "queued": [p.text for p in self._schedule.waiting],
+                "recoveries": self._record.recoveries,
                 "lost": [r for r in sorted(roster.lost) if roster.hosts[r] not in roster.released],
                 "leaving": self._departures.describe(),
                 "hosts": {h: {"slots": list(roster.slots_on(h)), "spares": spares.count(h)}

@@ -24,5 +24,12 @@ class StateMismatch(MoveFailed):
     """The state of leaver and joiner differ in names, shapes, dtypes or bits."""
 
 
+class Recovering(BaseException):
+    """The whole job is built anew, so what this thread is at is of no use any more. Ends a wait of the training thread.
+
+    No Exception: whoever catches those to report them to the controller has nothing to report here.
+    """
+
+
 class WarmUpMismatch(MoveFailed):
     """A joiner's shadow iteration made another call than its slot's recorded first iteration."""

@@ -3,7 +3,8 @@
 `KIND@SLOT:PHASE[#MOVE]` fires once in a process, at the joiner that takes SLOT, in PREPARING, READY or SWITCHING:
 raise (an exception), kill (SIGKILL to itself), hang (never goes on), corrupt (wrong bits: of the probe, of the
 acknowledged position, of the received state), cancel (asks the controller to cancel the move), slow (in PREPARING: it
-multiplies matrices SLOWDOWN times slower).
+multiplies matrices SLOWDOWN times slower). A kill or a hang also in LEAVING, at the leaver of SLOT when it has come to
+the switchover, and in COMMITTED, at the joiner before it acknowledges.
 """
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _KILL_AFTER_S = 0.5
 
 KINDS = ("raise", "kill", "hang", "corrupt", "cancel", "slow")
 SLOWDOWN = 100
-PHASES = ("PREPARING", "READY", "SWITCHING")
+PHASES = ("PREPARING", "READY", "SWITCHING", "LEAVING", "COMMITTED")
 
 
 class InjectedFault(MoveFailed):
@@ -47,6 +48,8 @@ def parse_fault(text: str) -> Fault:
                         f"{', '.join(KINDS)}, phases {', '.join(PHASES)}")
     if match[1] == "slow" and match[3] != "PREPARING":
         raise UserError(f"--fault {text}: a joiner's speed is measured in PREPARING only")
+    if match[3] in ("LEAVING", "COMMITTED") and match[1] not in ("kill", "hang"):
+        raise UserError(f"--fault {text}: in {match[3]} there are kill and hang only")
     return Fault(kind=match[1], slot=int(match[2]), phase=match[3], text=text,
                  move=None if match[4] is None else int(match[4]))
 
@@ -60,7 +63,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def fire(self, phase: str, slot: int, move: int) -> str:
-        """Called at a joiner's fault point. Returns the kind for the caller to act on: hang, corrupt, cancel, slow, or
+        """Called at a fault point. Returns the kind for the caller to act on: hang, corrupt, cancel, slow, or
         ''.
 
         Raises InjectedFault for `raise`; `kill` is a hang that ends soon.

@@ -61,7 +61,7 @@ class Found:
 
 def write_footprint(run: str, world_rank: int, host: str) -> None:
     """This process says that it is there. Raises OSError if the run folder can't be written here."""
-    path = Path(run) / FOLDER / f"w{world_rank:04d}.json"
+    path = _path(run, world_rank)
     path.parent.mkdir(exist_ok=True)
     found = Footprint(world_rank=world_rank, host=host, machine=socket.gethostname(), boot_id=_boot_id(),
                       pid=os.getpid(), start_ticks=_start_ticks(os.getpid()),
@@ -70,6 +70,16 @@ def write_footprint(run: str, world_rank: int, host: str) -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(asdict(found)))
     os.replace(unfinished, path)
+
+
+def read_footprint(run: str, world_rank: int) -> Footprint | None:
+    """None where that process hasn't come so far."""
+    path = _path(run, world_rank)
+    return Footprint(**json.loads(path.read_text())) if path.exists() else None
+
+
+def _path(run: str, world_rank: int) -> Path:
+    return Path(run) / FOLDER / f"w{world_rank:04d}.json"
 
 
 def read_footprints(run: str) -> list[Footprint]:

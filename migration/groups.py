@@ -51,13 +51,28 @@ class Groups(Handles):
 
     def close(self) -> None:
         """Forget the slot: drop torch's world and close every live communicator in the background."""
-        dist.destroy_process_group()
+        if self.handles:
+            dist.destroy_process_group()
         self.handles.clear()
         self._closer.close_all(list(self._live.values()))
         self._live.clear()
         self.discard()
         self._closer.hurry()  # nobody trains here
         gc.collect()  # Megatron's objects refer to each other in cycles
+
+    def abort_all(self) -> None:
+        """End every operation under way, of whatever generation. From any thread; `close` frees them and begins anew."""
+        self.abort_next()
+        for communicator in [*self._live.values(), *self._closer.held]:
+            communicator.abort()
+
+    def close_aborted(self) -> None:
+        """After `abort_all`, out of every operation: `close`, also where no slot is open. The memory is back then."""
+        aborted = [*self._live.values(), *self._next.values(), *self._closer.held]
+        for communicator in aborted:
+            communicator.wait_aborted()
+        self._closer.release()
+        self.close()
 
     @property
     def num_communicators(self) -> int:
@@ -86,13 +101,15 @@ class Groups(Handles):
 
     def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float, *,
                 first: Iterable[str] = (), when_first: Callable[[], None] = lambda: None,
-                after_each: Callable[[Communicator, int], None] = lambda communicator, num_left: None) -> str:
+                after_each: Callable[[Communicator, int], None] = lambda communicator, num_left: None,
+                beside_old: bool = True) -> str:
         """Stage 1: build the next generation's communicators of the groups touched by `slots`, one after the other.
 
         Those named in `first`, which have joiners only, come first, and then `when_first` is called: still one order on
-        all members. `after_each` is called with each one that is prepared and the number of those to come. Collective
-        over each group. Runs on the prepare thread beside training. Returns the digest of the adversarial reductions on
-        them. Raises RuntimeError when a member doesn't come in `timeout_s` or the move is aborted.
+        all members. `after_each` is called with each one that is prepared and the number of those to come. `beside_old`:
+        some member holds an old one of each. Collective over each group. Runs on the prepare thread beside training.
+        Returns the digest of the adversarial reductions on them. Raises RuntimeError when a member doesn't come in
+        `timeout_s` or the move is aborted.
         """
         assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"
         early = set(first)
@@ -107,7 +124,7 @@ class Groups(Handles):
                                                 num_groups=len(handles))
                 self._add_next(handle.name, communicator)  # before it is prepared: `abort_next` can end that too
                 communicator.prepare(store, timeout_s)
-                if generation and communicator.switch == "lazy" and not self._maker.allow_lazy:
+                if generation and beside_old and communicator.switch == "lazy" and not self._maker.allow_lazy:
                     raise MoveFailed(f"group {handle.name}: the old one would have to be closed before the commit "
                                      "(policy lazy): the device lacks memory for a second connected one, and this NCCL "
                                      "can't park (2.30.3 can); free memory, take that NCCL, or --allow-lazy")

@@ -209,3 +209,12 @@ def close_job(groups: Groups) -> None:
     from migration.internals import forget_globals
     forget_globals()
     groups.close()
+
+
+def close_aborted_job(groups: Groups) -> None:
+    """The same after `groups.abort_all`, whatever this process was at, with a slot or without."""
+    from migration.internals import forget_globals
+    forget_globals()
+    groups.close_aborted()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # new communicators see what is free, as at the start of a run

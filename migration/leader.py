@@ -74,7 +74,7 @@ def _send_reduced(member: Member, part: Part, sender: Sender) -> None:
 
 def follow_step(member: Member, part: Part | None) -> None:
     """The training thread at a stop: the gradients of the step just taken follow, then the stream may go on."""
-    if part is None or part.sender is None or part.verdict == "ABORT":
+    if part is None or part.sender is None or part.is_over:
         return
     try:
         replay = member.timeline.span("replay", "PREPARING", **part.tags(member.generation))

@@ -171,12 +171,6 @@ class Leaving(Actions):
             departure.stage = Stage.ENDING
             self._ending_until_s[departure.host] = now_s + _ENDING_TIMEOUT_S
 
-    def _beat_ending(self) -> None:
-        """Those that end are asked as well whether they live."""
-        for departure in self._departures.ending():
-            for rank in self._tally.roster.world_ranks_of(departure.host):
-                self._send(rank, "BEAT")
-
     def _give_back_ended(self, now_s: float) -> None:
         """Ended hosts go back to Slurm together, because some clusters shrink a job only once."""
         quiet = {rank for rank, _ in self._watch.silent_for(now_s, _QUIET_S)}

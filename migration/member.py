@@ -21,12 +21,14 @@ from migration.faults import Fault, Faults, hang
 from migration.groups import Groups
 from migration.launch import RUN_VARIABLE
 from migration.move import Report
+from migration.neighbours import Neighbours
 from migration.options import Options
 from migration.part import Part
 from migration.plan import MovePlan
-from migration.stops import Stops
+from migration.rebuilding import Rebuilding
 from migration.stream import Sender
 from migration.timeline import Timeline
+from migration.watch import HEARTBEAT_S
 from migration.wire import Wire
 from migration.world import Record, World
 
@@ -34,23 +36,22 @@ from migration.world import Record, World
 _LAST_SENDS_S = 1.0
 
 
-class Member(Stops):
+class Member(Rebuilding):
     """One process of the world, with a slot or as a spare."""
 
     def __init__(self, *, world: World, groups: Groups, timeline: Timeline, options: Options, address: str) -> None:
         """`address` is where other processes reach this one."""
-        super().__init__()
+        super().__init__(groups)
         self.address = address
-        self.world, self.groups, self.timeline, self.options = world, groups, timeline, options
-        self.slot: int | None = None
-        self.generation = 0
+        self.world, self.timeline, self.options = world, timeline, options
         self.term, self.controller = 0, 0
         self.part: Part | None = None
-        self.started: Record | None = None
         self.is_training = False  # every slot has started
         self.warm_roles: set[str] = set()  # of pipelines, that this process has run; see warmup.py
         self.figures: Figures | None = None  # of this process, measured last; None: nobody wants them
         self._last_heard_s = time.monotonic()
+        self._told_s = 0.0
+        self._neighbours: Neighbours | None = None  # once all have left their footprints
         self._vacate_own_host = False
         self._ending: tuple[float, int] | None = None
         self.faults = Faults(options.faults, self._on_fault)
@@ -90,6 +91,9 @@ class Member(Stops):
             self._changed.notify_all()
 
     def on_tick(self, now_s: float) -> None:
+        if now_s - self._told_s > HEARTBEAT_S:
+            self._told_s = now_s
+            self._tell_alive()
         if self._vacate_own_host:
             self._vacate_own_host = False
             self.tell("VACATE_MY_HOST")
@@ -110,7 +114,15 @@ class Member(Stops):
         os._exit(code)
 
     def _on_beat(self, _record: Record) -> None:
-        self.tell("ALIVE", idle=self.part is None and not self.groups.is_closing, roles=sorted(self.warm_roles))
+        """That it came says that the controller lives."""
+
+    def _tell_alive(self) -> None:
+        if self._neighbours is None and self.is_training:
+            machines = [hello["machine"] for hello in self.world.hellos]
+            self._neighbours = Neighbours(self.options.run, self.world.rank, machines)
+        gone = self._neighbours.gone() if self._neighbours is not None else []
+        is_idle = self.part is None and not self.is_recovering and not self.groups.is_closing
+        self.tell("ALIVE", idle=is_idle, gone=gone, roles=sorted(self.warm_roles))
 
     def _on_start(self, record: Record) -> None:
         self.started = record
@@ -246,14 +258,14 @@ class Member(Stops):
     def give_pair(self, part: Part, pair: Communicator) -> None:
         """Before it is prepared, so that an ABORT can end that too. Raises MoveFailed when one has come already."""
         with self._changed:
-            if part.verdict == "ABORT":
+            if part.is_over:
                 raise MoveFailed(f"{pair.name}: the move was aborted before it was prepared")
             part.pair = pair
 
     def give_wire(self, part: Part, made: Wire) -> None:
         """Likewise, once it is connected."""
         with self._changed:
-            if part.verdict == "ABORT":
+            if part.is_over:
                 made.close()
                 raise MoveFailed(f"slot {part.slot}: the move was aborted before its wire was connected")
             part.wire = made
@@ -262,7 +274,7 @@ class Member(Stops):
     def give_sender(self, part: Part, sender: Sender) -> None:
         """Likewise, before it sends. Training may be waiting at a stop, where it can begin at once."""
         with self._changed:
-            if part.verdict == "ABORT":
+            if part.is_over:
                 raise MoveFailed(f"slot {part.slot}: the move was aborted before its state began to stream")
             part.sender = sender
             self._changed.notify_all()
@@ -279,7 +291,7 @@ class Member(Stops):
     def report_failure(self, part: Part, error: Exception) -> None:
         text = f"slot {part.slot} ({part.role}, world rank {self.world.rank}): {type(error).__name__}: {error}"
         self.timeline.add_event("error", text, part.number)
-        if not part.verdict == "ABORT":  # afterwards errors are the consequence of the abort
+        if not part.is_over:  # afterwards errors are the consequence of the abort
             self.timeline.add_event("traceback", traceback.format_exc()[-500:], part.number)
         self.report(part, Report.FAILED, text.split("\n")[0][:300])
 
@@ -297,7 +309,7 @@ class Member(Stops):
             part.num_busy -= 1
 
     def apply_fault(self, phase: str, part: Part) -> str:
-        """A joiner's fault point. Returns the kind of fault that the caller must bring about: corrupt, slow, or ''."""
+        """A fault point. Returns the kind of fault that the caller must bring about: corrupt, slow, or ''."""
         kind = self.faults.fire(phase, part.slot, part.number)
         if kind == "hang":
             hang()

@@ -1,10 +1,12 @@
 """One move as the controller sees it: who must report what, and what the tally means. Pure.
 
 Sits between single reports of members and the events of protocol.py. A report that belongs to another move or an
-earlier stage is late news and counts for nothing. Keeps the roster: one process per slot, always.
+earlier stage is late news and counts for nothing. Keeps the roster: one process per slot, always. A recovery, in which
+every slot is built anew, ends the move under way.
 """
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from enum import Enum
 
@@ -25,7 +27,8 @@ class Report(Enum):
 
 
 _EXPECTED_IN = {Phase.PREPARING: {Report.PREPARED}, Phase.READY: {Report.ACCEPTED, Report.REFUSED},
-                Phase.COMMITTED: {Report.ACKNOWLEDGED}, Phase.ABORTED: {Report.ACKNOWLEDGED}, Phase.TRAINING: set()}
+                Phase.COMMITTED: {Report.ACKNOWLEDGED}, Phase.ABORTED: {Report.ACKNOWLEDGED}, Phase.TRAINING: set(),
+                Phase.RECOVERING: set()}
 _ALL = {Report.PREPARED: Event.ALL_PREPARED, Report.ACCEPTED: Event.ALL_ACCEPTED,
         Report.HANDED_OVER: Event.ALL_HANDED_OVER,
         Report.VERIFIED: Event.ALL_VERIFIED, Report.ACKNOWLEDGED: Event.ALL_ACKNOWLEDGED}
@@ -34,8 +37,8 @@ _ALL = {Report.PREPARED: Event.ALL_PREPARED, Report.ACCEPTED: Event.ALL_ACCEPTED
 class MoveTally:
     """Roster, generation and phase of a job, and the tally of the move under way.
 
-    Invariants: every slot has one holder; the generation grows by one at a commit and never else; SWITCHING is only
-    entered when every member has reported PREPARED and then ACCEPTED one position.
+    Invariants: every slot has one holder; the generation grows by one at a commit and at the begin of a recovery, and
+    never else; SWITCHING is only entered when every member has reported PREPARED and then ACCEPTED one position.
     """
 
     def __init__(self, roster: Roster, *, generation: int = 0, num_moves: int = 0, require_bitwise: bool = False,
@@ -101,16 +104,39 @@ class MoveTally:
         return actions
 
     def lose(self, world_rank: int, reason: str = "") -> tuple[Action, ...]:
-        """A process is lost; `reason` says how that was noticed."""
+        """A process without a slot is lost; `reason` says how that was noticed."""
+        assert world_rank not in self.roster.holders, f"world rank {world_rank} holds a slot: see lose_slots"
         reason = reason or f"world rank {world_rank} on {self.roster.hosts[world_rank]} is lost"
         event = Event.SPARE_LOST
-        if world_rank in self.roster.holders:
-            event = Event.SLOT_LOST
-        elif self.plan is not None and self.phase is not Phase.TRAINING and world_rank in self.plan.joiners:
+        if self.plan is not None and self.phase is not Phase.TRAINING and world_rank in self.plan.joiners:
             event = Event.JOINER_LOST
         self.roster = self.roster.without(world_rank)
         self._waiting.discard(world_rank)
         return self.event(event, reason)
+
+    @property
+    def recoverable(self) -> Roster:
+        """Whom a recovery would begin with: no move is half done, so a commit that not all have acknowledged is undone."""
+        if self.phase is not Phase.COMMITTED:
+            return self.roster
+        return dataclasses.replace(self.roster, holders=self._holders_before)
+
+    def lose_slots(self, world_ranks: Iterable[int], reason: str, plan: MovePlan | None) -> tuple[Action, ...]:
+        """Processes that hold slots are lost. `plan`: the spares that take the slots of those lost, by `recoverable`;
+        None: the job can't go on.
+        """
+        before = self.recoverable
+        for world_rank in world_ranks:
+            before, self.roster = before.without(world_rank), self.roster.without(world_rank)
+            self._waiting.discard(world_rank)
+        if plan is None:
+            return self.event(Event.SLOT_LOST, reason)
+        actions = self.event(Event.SLOT_REPLACED, reason)
+        self.reason = reason
+        self.roster = before.replaced(plan)
+        self.generation += 1
+        self.plan, self.position, self._waiting = None, None, set()
+        return actions
 
     def avoid(self, hosts: Iterable[str]) -> None:
         """Hosts that are to be left, as of now: no later move has a joiner there."""
@@ -187,6 +213,6 @@ class MoveTally:
         if self.phase is Phase.COMMITTED:
             self.roster = self.roster.after(self.plan)
             self.generation += 1
-        if self.phase is not Phase.TRAINING:
+        if self.phase not in (Phase.TRAINING, Phase.RECOVERING):
             self._waiting = self.members
         self._to_make_room = self.phase is Phase.SWITCHING and bool(self.rooms)

@@ -29,7 +29,7 @@ class Part:
     prepared: tuple[int, int] = (0, 0)  # groups of the next generation, of how many that this process is in
     position: int | None = None  # once accepted: the first iteration that runs in the new generation as a whole
     connects: tuple[tuple[str, int], ...] = ()  # groups to connect ahead, and before which iteration each
-    verdict: str = ""  # then SWITCH, then COMMIT or ABORT
+    verdict: str = ""  # then SWITCH, then COMMIT or ABORT; DROPPED once the whole job is built anew
     reason: str = ""
     makes_room: bool = False  # said with SWITCH: old communicators are parked or closed before new ones are activated
     may_park: bool = False  # every member has handed over; it counts even if an ABORT has come since
@@ -63,6 +63,18 @@ class Part:
     def due(self, stop: int) -> list[str]:
         """Groups to connect at `stop`, in order; in the pause itself it is done anyway."""
         return [name for name, at in self.connects if boundary(at) == stop and at != self.position]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may be begun for it any more."""
+        return self.verdict in ("ABORT", "DROPPED")
+
+    def drop(self) -> None:
+        """End whatever its threads are at, without a clean-up of its own: the whole job is built anew. From any thread."""
+        self.verdict = "DROPPED"
+        self.end_pair()
+        for event in (self.warm, self.among_joiners_prepared, self.stream_done):
+            event.set()
 
     def end_pair(self) -> None:
         """End every wait of leaver and joiner for each other. From any thread."""

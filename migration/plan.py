@@ -103,6 +103,12 @@ class Roster:
         return dataclasses.replace(self, holders=tuple(holders),
                                    vacated=(*(host for host in self.vacated if host not in left), *left))
 
+    def replaced(self, plan: MovePlan) -> Roster:
+        """The roster once the joiners of `plan` hold the slots of processes that are lost."""
+        after = self.after(plan)
+        assert after.lost.isdisjoint(after.holders), f"a lost process still holds a slot: {after.holders}"
+        return after
+
     def without(self, world_rank: int) -> Roster:
         """The roster once `world_rank` is lost: never a spare again. A slot that it holds stays its until a move."""
         return dataclasses.replace(self, lost=self.lost | {world_rank})
@@ -227,6 +233,26 @@ def plan_move(roster: Roster, request: VacateRequest) -> MovePlan:
     by_slot = sorted((roster.holders.index(leaver), leaver) for leaver in pairs)
     return MovePlan(assignments=tuple(Assignment(slot=slot, leaver=leaver, joiner=pairs[leaver])
                                       for slot, leaver in by_slot))
+
+
+def plan_recovery(roster: Roster) -> MovePlan | None:
+    """Living spares for the slots of lost processes, chosen as for a move; None where there are too few.
+
+    Those of hosts that no process was lost on come first.
+    """
+    lost = [rank for rank in roster.holders if rank in roster.lost]
+    if not lost:
+        return MovePlan(assignments=())
+    places = tuple(f"{roster.hosts[r]}:{roster.world_ranks_of(roster.hosts[r]).index(r)}" for r in lost)
+    here = {roster.hosts[r] for r in roster.spares()} - roster.leaving
+    elsewhere = here - {roster.hosts[r] for r in lost}
+    by_host = sorted(here, key=lambda host: (host not in elsewhere, roster.host_names().index(host)))
+    for targets in ((), tuple(by_host)):
+        try:
+            return plan_move(roster, VacateRequest(text="", sources=places, targets=targets, iteration=None))
+        except UserError:  # too few; those of a named target may be on the same host
+            continue
+    return None
 
 
 def check_moves(roster: Roster, texts: Iterable[str]) -> None:

@@ -41,6 +41,7 @@ from migration.topology import pipeline_role
 from migration.world import Record, World
 
 _START_TIMEOUT_S = 300.0  # for the first generation: processes come up at different times
+_ANSWER_S = 30.0  # for the controller to look who else is lost, and to decide
 
 
 class Process:
@@ -49,6 +50,7 @@ class Process:
     def __init__(self, config: Config, started: Started, world: World, clock: Clock,
                  on_end: Callable[[str], None]) -> None:
         self.config, self.world, self._started, self._on_end = config, world, started, on_end
+        self._start_iteration = started.start.iteration  # of this generation's slots
         self.options, self.samples = started.options, started.samples
         self.num_iterations = self.options.last_iteration(config.iterations)
         own = world.hellos[world.rank]
@@ -78,7 +80,7 @@ class Process:
         signal.signal(signal.SIGUSR2, lambda *_: self.member.vacate_own_host())
         world.go(self._on_record, self._on_tick)
         if self.member.slot is None:
-            self.member.tell("READY")
+            self.member.tell("READY", recovery=0)
 
     def _tell_data(self) -> None:
         """What is read goes into the log, and to the user where something is left out."""
@@ -137,41 +139,47 @@ class Process:
     # ---- a slot's process
 
     def start_slot(self) -> Job:
-        """Build the slot's job and the first generation's communicators. Collective over the job."""
-        slot = self.member.slot
+        """Build the slot's job and all communicators of the first generation, or of one that begins anew.
+
+        Collective over the job.
+        """
+        slot, generation = self.member.slot, self.member.generation
         assert slot is not None
-        with self.timeline.span("build", "STARTUP", slot=slot):
+        phase = "RECOVERING" if self.member.num_recoveries else "STARTUP"
+        with self.timeline.span("build", phase, slot=slot, generation=generation):
             job.open_groups(self.config, slot, self.groups)
             made = Job(self.config, slot, self.groups, self.samples)
         if self.options.checkpoints:
             checkpoint.check(made)
-        self.member.tell("READY")
+        self.member.tell("READY", recovery=self.member.num_recoveries)
         record = self.member.wait_for(lambda: self.member.started)
-        with self.timeline.span("connect", "STARTUP", slot=slot):
+        folder, self._start_iteration = record["folder"], record["iteration"]
+        tags = {"slot": slot, "generation": generation, "iteration": self._start_iteration}
+        with self.timeline.span("connect", phase, **tags):
             store = connect_store(tuple(record["store"]), _START_TIMEOUT_S)
-            self.groups.prepare(0, store, range(self.config.job_size), _START_TIMEOUT_S)
+            self.groups.prepare(generation, store, range(self.config.job_size), _START_TIMEOUT_S, beside_old=False)
             self.groups.activate()
             self.groups.adopt()
             if self.member.figures is not None:
                 self.member.figures = dataclasses.replace(
                     self.member.figures, bytes_per_s=measure_slots(dist.group.WORLD, device.current_device()))
         log_costs(self.timeline, take_costs(self.groups), move=-1, slot=slot)
-        with self.timeline.span("broadcast", "STARTUP", slot=slot):
+        with self.timeline.span("broadcast", phase, **tags):
             made.broadcast_parameters()
-        if self._started.start.folder:
-            with self.timeline.span("load", "STARTUP", slot=slot):
-                checkpoint.load(made, self._started.start.folder)
+        if folder:
+            with self.timeline.span("load", phase, **tags):
+                checkpoint.load(made, folder)
         self.member.warm_roles.add(pipeline_role(self.config, slot))
-        if self.options.warm_up == "recorded":
-            self._end_recording = self._record(made)
-        if not self._started.start.folder:
+        if self.options.warm_up == "recorded" and not recording_path(self.options.run, slot).exists():
+            self._end_recording = self._record(made, from_seeds=not folder)
+        if not folder:
             made.tie_embeddings()  # recorded: a joiner's first iteration needs the other stage's weights too
-        self.member.tell("STARTED", iteration=made.iteration)
+        self.member.tell("STARTED", iteration=made.iteration, recovery=self.member.num_recoveries)
         return made
 
-    def _record(self, made: Job) -> Callable[[IterationResult], None]:
+    def _record(self, made: Job, *, from_seeds: bool) -> Callable[[IterationResult], None]:
         """From now on the slot's calls are recorded; returns what ends that, after the run's first iteration."""
-        recorder = Recorder(made.slot, self.options.record_limit_mib << 20, from_seeds=not self._started.start.folder)
+        recorder = Recorder(made.slot, self.options.record_limit_mib << 20, from_seeds=from_seeds)
         undo = self.groups.replace(lambda handle: RecordingGroup(handle, handle.inner, recorder))
 
         def end(result: IterationResult) -> None:
@@ -226,7 +234,7 @@ class Process:
     def is_checkpoint_due(self, made: Job) -> bool:
         """Whether a checkpoint is saved before the iteration that `made` is at. The same on every slot's process."""
         every = self.options.checkpoint_every
-        return bool(every) and made.iteration % every == 0 and made.iteration > self._started.start.iteration
+        return bool(every) and made.iteration % every == 0 and made.iteration > self._start_iteration
 
     def save_checkpoint(self, made: Job) -> None:
         """Collective over the job, at a boundary: whoever holds the slots in its generation saves them."""
@@ -243,7 +251,7 @@ class Process:
         Without digests where training was stopped: its state is in the checkpoint.
         """
         self.member.finished(made.iteration)
-        if self.options.checkpoints and made.iteration > self._started.start.iteration:
+        if self.options.checkpoints and made.iteration > self._start_iteration:
             self.save_checkpoint(made)
         made.finish()
         if made.iteration == self.config.iterations:
@@ -259,7 +267,8 @@ class Process:
 
     def _make_controller(self, roster: Roster, term: int) -> Controller:
         made = Controller(world=self.world, config=self.config, options=self.options, roster=roster, term=term,
-                          timeline=self.timeline, address=self._address(), on_end=self._on_end)
+                          timeline=self.timeline, address=self._address(), on_end=self._on_end,
+                          start=self._started.start)
         if self._started.slurm_job:
             made.start_watch(self._started.slurm_job)
         return made
@@ -289,21 +298,34 @@ class Process:
                 self._controller = None
         self.member.on_tick(now_s)
 
-    def fatal(self, error: BaseException, text: str) -> None:
-        """This process can't go on: the controller ends them all. Doesn't return."""
+    def begin_anew(self) -> None:
+        """The training thread, out of all that it was at: what it held goes. Its slot may be another one now, or none."""
+        with self.timeline.span("leave", "RECOVERING") as span:
+            self.member.begin_anew()
+            self._end_recording = None
+            job.close_aborted_job(self.groups)
+            span.generation, span.slot = self.member.generation, -1 if self.member.slot is None else self.member.slot
+
+    def fail(self, error: BaseException, text: str) -> None:
+        """This process can't go on with what it is at. Returns if the whole job is built anew, perhaps since another
+        process is lost; else the controller ends them all.
+        """
         member = self.member
         if member.is_ending:
             threading.Event().wait()  # the run is over: what goes wrong now is a consequence
+        if member.is_recovering:
+            return  # likewise
         role = f"slot {member.slot}" if member.slot is not None else "a spare"
         message = (f"{role} (world rank {self.world.rank} on {self.world.hellos[self.world.rank]['host']}, generation "
                    f"{member.generation}): {type(error).__name__}: {error}").splitlines()[0]
         self.timeline.add_event("error", message)
         if isinstance(error, UserError):
-            member.tell("FATAL", message=str(error), code=2)
+            member.tell("FATAL", message=str(error), code=2, recovery=member.num_recoveries)
         else:
             path = Path(self.options.run) / "log" / f"w{self.world.rank:04d}.traceback.txt"
             path.write_text(text)
-            member.tell("FATAL", message=f"{message} (traceback: {path})", code=1)
+            member.tell("FATAL", message=f"{message} (traceback: {path})", code=1, recovery=member.num_recoveries)
         # the controller's END ends this process from the control thread; without a controller it ends all the same
-        threading.Event().wait(10.0)
+        if member.await_recovery(_ANSWER_S):
+            return
         member.end_process(f"{message} (no controller answered)", 1)

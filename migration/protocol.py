@@ -1,4 +1,4 @@
-"""The protocol of a move: Phase, Event, Action and one transition table. Pure: no I/O, no clock, no torch, no MPI.
+"""The protocol of moves and recoveries: Phase, Event, Action and one transition table. Pure: no I/O, no clock, no torch, no MPI.
 
 The controller feeds events into `Machine` and carries out the actions it gets back; nothing else decides what happens
 next. An event that the table doesn't know in the present phase raises IllegalEvent and changes nothing. `draw()` makes
@@ -20,6 +20,7 @@ class Phase(Enum):
     SWITCHING = "SWITCHING"  # members stop at the position; the state goes over and is compared
     COMMITTED = "COMMITTED"  # the verdict is out: generation + 1; acknowledgements are coming in
     ABORTED = "ABORTED"  # the verdict is out: the old generation goes on; acknowledgements are coming in
+    RECOVERING = "RECOVERING"  # a slot's process was lost: every slot is built anew, and goes on from a checkpoint
 
 
 class Event(Enum):
@@ -34,12 +35,14 @@ class Event(Enum):
     DIGEST_DIFFERS = "the digests of a leaver and its joiner differ"
     MEMBER_FAILED = "a member reports that it can't go on with the move"
     JOINER_LOST = "a joiner is lost"
-    SLOT_LOST = "a process that holds a slot is lost"
+    SLOT_LOST = "a process that holds a slot is lost, and the job can't go on without it"
+    SLOT_REPLACED = "a process that holds a slot is lost, and a spare can take its slot"
     SPARE_LOST = "a spare outside the move is lost"
     DEADLINE_EXPIRED = "the deadline of the phase has passed"
     CANCELLED = "the user cancels"
     JOB_ENDED = "training ends before the position"
     ALL_ACKNOWLEDGED = "all members have acknowledged the verdict"
+    ALL_RECOVERED = "every slot is built anew and about to train"
 
 
 class Action(Enum):
@@ -58,9 +61,13 @@ class Action(Enum):
     NOTE_LOSS = "log the lost process; it is never a joiner again"
     RECOUNT = "don't wait for the lost member"
     FAIL_JOB = "end every process with one message"
+    DROP_MOVE = "log the move under way as aborted: whatever it had come to, nobody goes on with it"
+    SEND_RECOVER = "tell every process to drop what it is at and to build its slot anew, if it has one"
+    FINISH_RECOVERY = "log the recovery and take the next request"
 
 
 _BEFORE_COMMIT = (Phase.PREPARING, Phase.READY, Phase.SWITCHING)
+_WITHOUT_MOVE = (Phase.TRAINING, Phase.RECOVERING)
 _ABORTING = (Event.MEMBER_FAILED, Event.DEADLINE_EXPIRED, Event.CANCELLED)
 
 TABLE: dict[tuple[Phase, Event], tuple[Phase, tuple[Action, ...]]] = {
@@ -91,8 +98,14 @@ TABLE: dict[tuple[Phase, Event], tuple[Phase, tuple[Action, ...]]] = {
     # the end of training: nothing to do with a move
     (Phase.TRAINING, Event.JOB_ENDED): (Phase.TRAINING, ()),
     (Phase.COMMITTED, Event.JOB_ENDED): (Phase.COMMITTED, ()),
+    # the new generation needs every slot; who is missing may be lost too, and then is replaced as well
+    (Phase.RECOVERING, Event.ALL_RECOVERED): (Phase.TRAINING, (Action.FINISH_RECOVERY,)),
+    (Phase.RECOVERING, Event.DEADLINE_EXPIRED): (Phase.RECOVERING, (Action.FAIL_JOB,)),
     # after the commit the joiner is a slot's process like any other
     **{(phase, Event.SLOT_LOST): (phase, (Action.FAIL_JOB,)) for phase in Phase},
+    **{(phase, Event.SLOT_REPLACED): (Phase.RECOVERING, (Action.SEND_RECOVER,)) for phase in _WITHOUT_MOVE},
+    **{(phase, Event.SLOT_REPLACED): (Phase.RECOVERING, (Action.DROP_MOVE, Action.SEND_RECOVER))
+       for phase in Phase if phase not in _WITHOUT_MOVE},
     **{(phase, Event.SPARE_LOST): (phase, (Action.NOTE_LOSS,)) for phase in Phase},
     (Phase.COMMITTED, Event.SPARE_LOST): (Phase.COMMITTED, (Action.NOTE_LOSS, Action.RECOUNT)),  # perhaps a leaver
     **{(phase, Event.REQUESTED): (phase, (Action.QUEUE_REQUEST,)) for phase in Phase if phase is not Phase.TRAINING},

@@ -56,6 +56,10 @@ class MoveRecord:
             self.num_restored += record["rebuilt"][0]
             self.num_other_bits += record["rebuilt"][1]
 
+    def drop(self) -> None:
+        """Nobody goes on with it, even if some members have acknowledged its commit."""
+        self.arrived_s, self.resumed_s = [], []
+
     @property
     def restored(self) -> str:
         """Said of an aborted move that couldn't leave the old communicators as they were; empty for all others."""
@@ -89,6 +93,7 @@ class RunRecord:
         self.moves: list[dict[str, Any]] = []
         self.faults: list[dict[str, Any]] = []
         self.checkpoints: list[dict[str, Any]] = []  # saved by this run; not all of them are kept
+        self.recoveries: list[dict[str, Any]] = []  # RecoveryRecord's fields
         self.run = run
         self._config, self._timeline, self._progress_s = config, timeline, progress_s
         self._num_iterations = num_iterations  # those of the config, or fewer with --save-at
@@ -173,8 +178,11 @@ class RunRecord:
         result = {"schema_version": RESULT_VERSION, "status": status, "error": error, "exit_code": code,
                   "requeue": requeue, "checkpoints": self.checkpoints, "profile": self._config.profile,
                   "iterations": self._config.iterations, "generation": tally.generation, "term": term,
-                  "phase": tally.phase.value, "moves": self.moves, "faults": self.faults, "finished_s": self.clock()}
-        if tally.phase is not Phase.TRAINING:
+                  "phase": tally.phase.value, "moves": self.moves, "faults": self.faults,
+                  "recoveries": self.recoveries, "finished_s": self.clock()}
+        if tally.phase is Phase.RECOVERING:
+            result["error"] = f"{error} (phase {tally.phase.value})"
+        elif tally.phase is not Phase.TRAINING:
             result["error"] = f"{error} (phase {tally.phase.value} of move {tally.number})"
         path = Path(self.run) / "result.json"
         unfinished = path.with_suffix(".unfinished")
@@ -184,7 +192,9 @@ class RunRecord:
     # ---- handing the role over
 
     def to_json(self) -> dict[str, Any]:
-        return {"moves": self.moves, "faults": self.faults, "checkpoints": self.checkpoints}
+        return {"moves": self.moves, "faults": self.faults, "checkpoints": self.checkpoints,
+                "recoveries": self.recoveries}
 
     def load_json(self, value: dict[str, Any]) -> None:
         self.moves, self.faults, self.checkpoints = value["moves"], value["faults"], value["checkpoints"]
+        self.recoveries = value["recoveries"]

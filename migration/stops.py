@@ -3,7 +3,7 @@
 It calls `at_boundary` at the top of every iteration and `before_step` between the reduction of gradients and the
 optimizer's step, the only places where the membership may change (arms.py numbers them). A stop is checked and set
 under one lock, which the control thread takes too. A process that has accepted a position waits there for the verdict
-and never guesses one.
+and never guesses one. Every wait ends with Recovering when the whole job is built anew.
 """
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from migration import leader, proof, switchover
 from migration.arms import boundary, cut
+from migration.errors import Recovering
 from migration.part import Part
 from migration.timeline import Timeline
 
 if TYPE_CHECKING:
     from migration.job import Job
+    from migration.world import Record
 
 
 class Stops:
@@ -33,6 +35,7 @@ class Stops:
         self._stopped_s = 0.0  # when it came there
         self._holds: set[int] = set()
         self._end: tuple[int, bool] | None = None  # before which iteration training ends, and whether all have agreed
+        self._recover: Record | None = None  # the controller's word that the whole job is built anew
 
     @property
     def position(self) -> int:
@@ -44,10 +47,13 @@ class Stops:
         self._holds = set(stops)
 
     def wait_for(self, condition: Any) -> Any:
-        """Block until `condition()` is true; returns its value. Burns nothing: the control thread notifies."""
+        """Block until `condition()` is true; returns its value. Burns nothing: the control thread notifies.
+
+        Raises Recovering.
+        """
         with self._changed:
             while not (value := condition()):
-                self._changed.wait(1.0)
+                self._wait()
             return value
 
     def rest(self, part: Part, seconds: float) -> None:
@@ -56,11 +62,26 @@ class Stops:
         """
         ends_s = time.monotonic() + seconds
         with self._changed:
-            while (left_s := ends_s - time.monotonic()) > 0 and part.verdict != "ABORT" and not self._is_held():
+            while (left_s := ends_s - time.monotonic()) > 0 and not part.is_over and not self._is_held():
                 self._changed.wait(left_s)
 
     def _is_held(self) -> bool:
         return not self._begun and self._stop in self._holds
+
+    def _wait(self) -> None:
+        """With the lock: until there may be news. Raises Recovering."""
+        self.check()
+        self._changed.wait(1.0)
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether this thread is to leave what it is at: its slot, or none, is another one now (rebuilding.py)."""
+        return self._recover is not None
+
+    def check(self) -> None:
+        """Raises Recovering if what was computed since the last stop is of no use: collectives may have been aborted."""
+        if self._recover is not None:
+            raise Recovering
 
     # ---- the stops
 
@@ -99,18 +120,19 @@ class Stops:
             self.part.sender.arrive(stop)
         with self._changed:
             while self._is_end_open(stop):
-                self._changed.wait(1.0)
+                self._wait()
             self._begun = True
         return True
 
     def _wait_for_part(self, stop: int) -> Part | None:
         """The move for which something is to be done at `stop`; None: training has gone on from there."""
         with self._changed:
+            self.check()
             self._stop, self._begun = stop, False
             if self._is_held():
                 self._changed.notify_all()  # a prepare thread that rests
             while self._must_wait(stop):
-                self._changed.wait(1.0)
+                self._wait()
                 if self.part is not None and self.part.sender is not None:
                     self.part.sender.open()  # it may have come meanwhile
                     self.part.sender.arrive(stop)

@@ -29,6 +29,8 @@ def switch(member: Member, part: Part, job: Job, arrived_s: float) -> bool:
     member.world.urgent = True  # only now: polling fast while everybody still trains would slow them down
     member.tell("ARRIVED", move=part.number)
     num_bytes = 0
+    if part.role == "leaver":
+        member.apply_fault("LEAVING", part)
     try:
         with member.timeline.span("drain", "SWITCHING", **part.tags(member.generation)):
             job.check_drained()
@@ -95,6 +97,7 @@ def take_over(member: Member, part: Part, job: Job, follower: Follower, message:
         member.report(part, Report.VERIFIED, digest, **_probes(None, new))
     if _wait_verdict(member, part) == "ABORT":
         return False
+    member.apply_fault("COMMITTED", part)
     _commit(member, part, arrived_s, 0)
     return True
 

@@ -49,7 +49,7 @@ def warm_up(member: Member, part: Part, job: Job) -> None:
     tags = part.tags(member.generation)
 
     def is_aborted() -> bool:
-        return part.verdict == "ABORT"
+        return part.is_over
 
     recording = None
     if member.options.warm_up == "recorded":
@@ -143,7 +143,7 @@ def warm_standby(member: Member, config: Config, samples: Samples) -> None:
     for role, slot in slots_of_roles(config).items():
         if role in member.warm_roles:
             continue
-        if member.part is not None:
+        if member.part is not None or member.is_recovering:
             return
         try:
             _run_role(member, config, samples, slot)
@@ -164,7 +164,7 @@ def _is_warm_wanted(member: Member) -> bool:
 
 def _run_role(member: Member, config: Config, samples: Samples, slot: int) -> None:
     def is_needed() -> bool:
-        return member.part is not None
+        return member.part is not None or member.is_recovering
 
     with member.timeline.span("standby", "TRAINING", slot=slot, generation=member.generation):
         open_groups(config, slot, member.groups)

@@ -3,27 +3,41 @@ from __future__ import annotations
 
 import time
 
+HEARTBEAT_S = 0.5  # each process says so often that it lives
+
 
 class Watch:
-    """Heartbeats of every process and one deadline."""
+    """When each process was heard last, when all are to hear of the controller, and one deadline."""
 
     def __init__(self, world_size: int, *, beat_s: float, heartbeat_timeout_s: float) -> None:
+        """`beat_s`: between two words of the controller. Seldom, for MPI ends a process that has a record on its way to
+        one that dies just then."""
         self._beat_s, self._timeout_s = beat_s, heartbeat_timeout_s
         self._heard_s = dict.fromkeys(range(world_size), time.monotonic())
-        self._beaten_s = -beat_s
+        self._beaten_s, self._looked_s = -beat_s, -HEARTBEAT_S
         self._deadline: tuple[float, str] | None = None
 
     def heard(self, world_rank: int) -> None:
         self._heard_s[world_rank] = time.monotonic()
 
+    def heard_s(self, world_rank: int) -> float:
+        """When it was heard last."""
+        return self._heard_s[world_rank]
+
     def is_beat_due(self, now_s: float) -> bool:
-        """True once every beat."""
-        if now_s - self._beaten_s < self._beat_s:
+        """True once every `beat_s`."""
+        is_due = now_s - self._beaten_s >= self._beat_s
+        self._beaten_s = now_s if is_due else self._beaten_s
+        return is_due
+
+    def is_look_due(self, now_s: float) -> bool:
+        """True once every HEARTBEAT_S: time to see who is silent."""
+        if now_s - self._looked_s < HEARTBEAT_S:
             return False
-        if self._beaten_s > 0 and now_s - self._beaten_s > self._timeout_s / 2:
+        if self._looked_s > 0 and now_s - self._looked_s > self._timeout_s / 2:
             # this process itself stood still (a debugger, a stopped machine): what it missed says nothing of others
             self._heard_s = dict.fromkeys(self._heard_s, now_s)
-        self._beaten_s = now_s
+        self._looked_s = now_s
         return True
 
     def silent(self, now_s: float) -> list[tuple[int, float]]:

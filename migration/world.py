@@ -189,7 +189,8 @@ class World:
         from mpi4py import MPI
         _init(MPI)
         self._mpi = MPI
-        MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
+        for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):  # what is no communicator's own error counts as SELF's
+            communicator.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = MPI.COMM_WORLD.Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size = self._comm.rank, self._comm.size
@@ -220,14 +221,14 @@ class World:
             for record in self._received():
                 on_record(record)
             on_tick(time.monotonic())
-            sending = [s for s in sending + self._start_sends() if not self._is_sent(s[1])]
+            sending = [s for s in sending + self._start_sends() if not self._is_done(s[1])]
             self._wake.wait(URGENT_POLL_S if self.urgent else POLL_S)  # what is to be sent doesn't wait
             self._wake.clear()
 
     def _received(self) -> list[Record]:
         found = []
         # one call makes progress, the next one sees it: over TCP a single test would be a poll late
-        while self._request.Test(self._status) or self._request.Test(self._status):
+        while self._is_done(self._request, self._status) or self._is_done(self._request, self._status):
             message = bytes(self._buffer[:self._status.Get_count(self._mpi.BYTE)])
             sender = self._status.Get_source()
             self._post()
@@ -248,8 +249,11 @@ class World:
                     break  # the receiver is gone (OFI says so, UCX doesn't); the controller's heartbeats find out
         return started
 
-    def _is_sent(self, request: Any) -> bool:
+    def _is_done(self, request: Any, status: Any = None) -> bool:
+        """An error may be any other request's, such as that of a record to a process that has just died. So what isn't
+        said to be done stays, with its buffer; a request that was the cause is MPI's null request afterwards, or is
+        never done."""
         try:
-            return bool(request.Test())
+            return bool(request.Test(status))
         except self._mpi.Exception:
-            return True  # as above
+            return False

@@ -32,6 +32,12 @@ class Closer:
         with self._lock:
             return len(self._held) + self._num_queued
 
+    @property
+    def held(self) -> list[Communicator]:
+        """Those that may still be used: `release` has them closed."""
+        with self._lock:
+            return list(self._held)
+
     def hold(self, communicator: Communicator) -> None:
         with self._lock:
             self._held.append(communicator)

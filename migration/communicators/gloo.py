@@ -63,9 +63,13 @@ class GlooCommunicator(Communicator):
         if inner is None or len(self.slots) == 1:
             return
         # ProcessGroupGloo.abort() does nothing (torch 2.13). But an operation that runs out of time closes all
-        # connections of its group, which ends every other operation on it, at the peers too, within milliseconds.
-        with contextlib.suppress(RuntimeError):  # the expiry itself, or that of an earlier abort
-            inner.recv([torch.empty(1)], (self.group_rank + 1) % len(self.slots), _NEVER_SENT_TAG).wait(_AT_ONCE)
+        # connections of its group, which ends every other operation on it, at the peers too, within milliseconds. From
+        # each peer in turn: where one has closed its connection already, the receive fails without running out of time,
+        # and an operation with another peer, which may hang, would go on.
+        for peer in range(len(self.slots)):
+            if peer != self.group_rank:
+                with contextlib.suppress(RuntimeError):  # the expiry itself, or that of an earlier abort
+                    inner.recv([torch.empty(1)], peer, _NEVER_SENT_TAG).wait(_AT_ONCE)
 
     def close(self) -> None:
         self._is_closed = True

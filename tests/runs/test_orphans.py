@@ -14,6 +14,7 @@ from running import Finished, Running, assert_nothing_left
 from support import LONG, Case, last_iteration, pid_of
 
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
+from migration.options import REQUEUE_CODE
 
 HARNESS = Path(__file__).resolve().parents[2] / "harness.py"
 CASE = Case(iterations=100_000)  # until it is ended
@@ -96,18 +97,26 @@ def test_launcher_is_ended(start: Start, signum: signal.Signals) -> None:
 
 @pytest.mark.parametrize("world_rank", [0, 3], ids=["controller", "slot"])
 def test_process_is_killed(start: Start, world_rank: int) -> None:
-    """The controller, which only the time-out of the others can notice; and a process that holds a slot."""
-    job = train(start)
+    """The controller, which only the time-out of the others can notice; and a process that holds a slot, where a spare
+    may not take it."""
+    job = train(start, "--recover", "off")
     os.kill(pid_of(job.run, world_rank), signal.SIGKILL)
     ended_badly(job)
 
 
 def test_lost_slot_fails_the_run(start_harness: Start) -> None:
-    job = train(start_harness)
-    os.kill(pid_of(job.run, 3), signal.SIGKILL)
-    ended_badly(job)
+    """Of seven processes one is a spare: the first loss is recovered from, the second one can't be."""
+    job = start_harness(*CASE.arguments(14), *TIMEOUTS, "--checkpoint-every", "2", "--hosts", "a,b,c,d,e,f,g", np=7)
+    for number in (3, 4):
+        job.wait_for(lambda: last_iteration(job.run) >= 2 * number - 4, "some iterations to end")
+        os.kill(pid_of(job.run, number), signal.SIGKILL)
+        job.wait_for(lambda: ": done: " in job.out or job.process.poll() is not None, "a recovery, or the end")
+    finished = ended_badly(job)
     result = json.loads((job.run / "result.json").read_text())
-    assert result["status"] == "failed" and result["error"]
+    assert (result["status"], result["requeue"], finished.rc) == ("failed", True, REQUEUE_CODE)
+    assert "world rank 4 on e is lost: " in result["error"] and "; 0 spares are too few to go on" in result["error"]
+    assert [recovery["lost"] for recovery in result["recoveries"]] == [[3]]
+    assert sum("world rank 4 on e is lost" in line for line in finished.err.splitlines()) == 1, finished.err
 
 
 def test_lost_spare_ends_nothing(start_harness: Start) -> None:

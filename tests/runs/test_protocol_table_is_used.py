@@ -76,3 +76,10 @@ def test_without_the_way_back_a_failed_move_ends_the_job(run_copy: RunCopy) -> N
     rc, output, result = run_copy(missing, *RAISE)
     assert rc != 0 and True not in committed(result), output
     assert f"event {missing[1]}" in output and f"phase {missing[0]}" in output, output
+
+
+def test_without_the_way_to_a_recovery_a_lost_slot_ends_the_job(run_copy: RunCopy) -> None:
+    missing = ("COMMITTED", "SLOT_REPLACED")
+    rc, output, result = run_copy(missing, "--fault", "kill@2:COMMITTED")
+    assert rc != 0 and True not in committed(result), output
+    assert f"event {missing[1]}" in output and f"phase {missing[0]}" in output, output

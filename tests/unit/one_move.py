@@ -50,6 +50,10 @@ def advance_to(phase: Phase, **options: object) -> MoveTally:
     move = tally(**options)
     if phase is Phase.TRAINING:
         return move
+    if phase is Phase.RECOVERING:
+        move.lose_slots([7], "a process that held a slot before", MovePlan(assignments=()))
+        move.roster = ROSTER
+        return move
     assert move.request(PLAN) == (Action.SEND_PREPARE,)
     if phase is Phase.PREPARING:
         return move

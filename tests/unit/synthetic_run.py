@@ -34,8 +34,13 @@ Edit = Callable[[Row], Row | None]
 
 
 def make_run(path: Path, *, move: bool = True, num_iterations: int = 20, outcome: str = "COMMITTED",
-             edit_iteration: Edit = dict, edit_digest: Edit = dict, finished: bool = True) -> Path:
-    """Writes a run folder. The edits change a row before it is written, or return None to leave it out."""
+             edit_iteration: Edit = dict, edit_digest: Edit = dict, finished: bool = True, redone: range = range(0), edit_redone: Edit = dict,
+             recovers: bool = True) -> Path:
+    """Writes a run folder. The edits change a row before it is written, or return None to leave it out.
+
+    `redone`: iterations that were done before a recovery, by the same processes, and again after it; without
+    `recovers` the log doesn't say why.
+    """
     config = dataclasses.asdict(Config(profile="tiny_TP2_PP1", tp=2, iterations=num_iterations))
     timelines = [Timeline(path / "log" / f"w{rank:04d}.h5", world_rank=rank, host=HOSTS[rank], config=config,
                           options={}, versions={}, hosts=HOSTS) for rank in range(len(HOSTS))]
@@ -47,9 +52,14 @@ def make_run(path: Path, *, move: bool = True, num_iterations: int = 20, outcome
     for iteration in range(num_iterations):
         for slot in range(NUM_SLOTS):
             owner = switched.get(slot, slot) if iteration >= BOUNDARY else slot
-            row = edit_iteration(build_iteration(iteration, slot, origin_s, move=move, switched=bool(switched)))
+            built = build_iteration(iteration, slot, origin_s, move=move, switched=bool(switched))
+            if iteration in redone and (lost := edit_redone(built)) is not None:
+                timelines[owner].add_iteration(**lost)
+            row = edit_iteration(built | {"generation": built["generation"] + bool(redone and iteration >= redone.start)})
             if row is not None:
                 timelines[owner].add_iteration(**row)
+    for timeline in timelines if redone and recovers else ():
+        timeline.add_span("connect", "RECOVERING", origin_s, origin_s + 1, generation=1, iteration=redone.start)
     if move:
         _add_move(timelines, origin_s, outcome)
     for slot in range(NUM_SLOTS):

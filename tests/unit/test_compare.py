@@ -101,3 +101,31 @@ def test_a_run_that_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path,
     assert code == 2 and said.count("\n") == 1 and "w0003.h5" in said
     code, said = compare(whole, tmp_path / "nowhere", capsys)
     assert code == 2 and said.count("\n") == 1 and "nowhere" in said
+
+
+REDONE = range(4, 7)
+
+
+def test_iterations_done_again_after_a_recovery_are_compared_both_times(tmp_path: Path,
+                                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    alone = make_run(tmp_path / "alone", move=False)
+    code, said = compare(make_run(tmp_path / "recovered", move=False, redone=REDONE), alone, capsys)
+    assert code == 0 and said.endswith("18 final digests, 18 iterations of slots before they were done again\n")
+    unfinished = make_run(tmp_path / "cut", move=False, redone=REDONE, edit_redone=edit_at(6, 2, drop=True))
+    assert compare(unfinished, alone, capsys)[0] == 0, "not every slot had come as far when one was lost"
+    for edit in ("edit_redone", "edit_iteration"):
+        wrong = make_run(tmp_path / edit, move=False, redone=REDONE, **{edit: edit_at(5, 3, grad_norm=2.5)})
+        for pair in ((wrong, alone), (alone, wrong)):
+            code, said = compare(*pair, capsys)
+            assert code == 1 and said.startswith("different: iteration 5, slot 3, grad_norm"), said
+            assert ("before its recovery" in said) is (edit == "edit_redone")
+
+
+def test_a_slot_that_was_held_twice_is_no_recovery(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = make_run(tmp_path / "alone", move=False)
+    code, said = compare(make_run(tmp_path / "twice", move=False, redone=REDONE, recovers=False), alone, capsys)
+    assert code == 1 and "has iteration 4, slot 0 twice" in said
+    same = {"generation": 1}
+    code, said = compare(make_run(tmp_path / "same", move=False, redone=REDONE, edit_redone=lambda row: row | same),
+                         alone, capsys)
+    assert code == 1 and "twice" in said, "two of one generation are never a recovery's"

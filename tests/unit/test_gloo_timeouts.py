@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from migration.communicators.gloo import GlooCommunicator
 from third_party.pytorch.process_group import build_gloo
 
 SHORT_S, LONG_S = 0.5, 60.0
@@ -50,3 +51,18 @@ def test_an_operation_has_an_end(operation: str) -> None:
     call = {"recv": lambda: first.recv([torch.zeros(1)], 1, 0), "allreduce": lambda: first.allreduce([torch.zeros(1)])}
     with pytest.raises(RuntimeError):
         call[operation]().wait()
+
+
+def test_an_abort_ends_what_waits_for_a_peer_that_hangs() -> None:
+    """Also where another peer has closed its connections before: only who still holds one can run out of time."""
+    communicators = [GlooCommunicator("three", (0, 1, 2), rank) for rank in range(3)]
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda communicator: communicator.prepare(store, LONG_S, LONG_S), communicators))
+        first, second, _third = communicators
+        waits = pool.submit(first.inner.recv([torch.zeros(1)], 2, 0).wait)  # the third never sends
+        second.abort()
+        assert not waits.done()
+        first.abort()
+        with pytest.raises(RuntimeError):
+            waits.result(SHORT_S * 20)

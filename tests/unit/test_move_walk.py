@@ -13,7 +13,7 @@ import pytest
 
 from migration.errors import IllegalEvent
 from migration.move import MoveTally, Report
-from migration.plan import Assignment, MovePlan, Roster
+from migration.plan import Assignment, MovePlan, Roster, plan_recovery
 from migration.protocol import TABLE, Action, Event, Machine, Phase
 
 NUM_EVENTS = 10_000
@@ -51,6 +51,7 @@ class Walk:
         roster = Roster(hosts=tuple("aabbccddee"), holders=tuple(range(NUM_SLOTS)))
         self.tally = MoveTally(roster, require_bitwise=self.random.random() < 0.5, machine=Machine(self.table))
         self.heard = Heard()
+        self.recovered_by: MovePlan | None = None
 
     def snapshot(self) -> dict[str, object]:
         """Everything the tally holds, by value."""
@@ -77,6 +78,8 @@ class Walk:
         self.counts.update(action.name for action in actions)
         if Action.FAIL_JOB in actions:
             self.start_job()
+        elif Action.SEND_RECOVER in actions:
+            self.heard = Heard()
         elif Action.PROPOSE_POSITION in actions:
             self.heard.accepted.clear()
             position = (self.tally.position or 0) + self.random.randint(1, 3)
@@ -97,6 +100,8 @@ class Walk:
         """A member that is waited for says what it should."""
         if self.tally.phase is Phase.TRAINING:
             return self.request()
+        if self.tally.phase is Phase.RECOVERING:
+            return self.tally.event(Event.ALL_RECOVERED)
         if not self.tally.waiting:
             return ()
         member, report = self.random.choice(self.tally.waiting), USUAL[self.tally.phase]
@@ -134,8 +139,17 @@ class Walk:
         return self.tally.event(self.random.choice((*NOT_A_TALLY, *impossible)), "the walk")
 
     def lose(self) -> tuple[Action, ...]:
-        lost = self.random.choice([r for r in range(NUM_PROCESSES) if r not in self.tally.roster.lost])
-        return self.tally.lose(lost)
+        """Where it holds a slot, another one that does may be lost with it; spares may be too few, or not be used."""
+        roster = self.tally.roster
+        lost = self.random.choice([r for r in range(NUM_PROCESSES) if r not in roster.lost])
+        if lost not in roster.holders:
+            return self.tally.lose(lost)
+        several = {lost, self.random.choice(roster.holders)} - roster.lost
+        left = self.tally.recoverable
+        for rank in several:
+            left = left.without(rank)
+        self.recovered_by = plan_recovery(left) if self.random.random() < 0.9 else None
+        return self.tally.lose_slots(several, "the walk", self.recovered_by)
 
     def request(self) -> tuple[Action, ...]:
         """A plan that can be carried out as things stand."""
@@ -157,7 +171,12 @@ class Walk:
         tally, holders = self.tally, self.tally.roster.holders
         assert len(holders) == NUM_SLOTS and len(set(holders)) == NUM_SLOTS, f"not one owner per slot: {holders}"
         committed = phase is not Phase.COMMITTED and tally.phase is Phase.COMMITTED
-        assert tally.generation == generation + committed, "the generation is not the number of commits"
+        recovers, self.recovered_by = self.recovered_by is not None, None
+        assert tally.generation == generation + committed + recovers, (
+            "the generation is not the number of commits and recoveries")
+        if recovers:
+            assert tally.phase is Phase.RECOVERING and tally.roster.lost.isdisjoint(holders), "a lost process has a slot"
+            assert not tally.waiting and tally.plan is None, "a move goes on in a recovery"
         if committed:
             assert phase is Phase.SWITCHING, f"a commit out of {phase.name}"
             said = self.heard.verified
@@ -198,6 +217,7 @@ BROKEN = {
     "commit of a cancelled move": (Phase.SWITCHING, Event.CANCELLED, Phase.COMMITTED, "before all had verified"),
     "commit though digests differ": (Phase.SWITCHING, Event.DIGEST_DIFFERS, Phase.COMMITTED, "though digests differ"),
     "commit instead of parking": (Phase.SWITCHING, Event.ALL_HANDED_OVER, Phase.COMMITTED, "before all had verified"),
+    "commit instead of a recovery": (Phase.PREPARING, Event.SLOT_REPLACED, Phase.COMMITTED, "a lost process has a slot"),
     "commit after an abort": (Phase.ABORTED, Event.ALL_ACKNOWLEDGED, Phase.COMMITTED, "a commit out of ABORTED"),
 }
 

@@ -20,6 +20,7 @@ EXPECTED_TEXT = {
         CANCELLED : REFUSE_CANCEL
         JOB_ENDED
         SLOT_LOST : FAIL_JOB
+        SLOT_REPLACED > RECOVERING : SEND_RECOVER
         SPARE_LOST : NOTE_LOSS""",
     "PREPARING": """
         REQUESTED : QUEUE_REQUEST
@@ -31,6 +32,7 @@ EXPECTED_TEXT = {
         JOB_ENDED > ABORTED : SEND_ABORT
         JOINER_LOST > ABORTED : NOTE_LOSS, SEND_ABORT
         SLOT_LOST : FAIL_JOB
+        SLOT_REPLACED > RECOVERING : DROP_MOVE, SEND_RECOVER
         SPARE_LOST : NOTE_LOSS""",
     "READY": """
         REQUESTED : QUEUE_REQUEST
@@ -42,6 +44,7 @@ EXPECTED_TEXT = {
         JOB_ENDED > ABORTED : SEND_ABORT
         JOINER_LOST > ABORTED : NOTE_LOSS, SEND_ABORT
         SLOT_LOST : FAIL_JOB
+        SLOT_REPLACED > RECOVERING : DROP_MOVE, SEND_RECOVER
         SPARE_LOST : NOTE_LOSS""",
     # no JOB_ENDED: every member waits at the position, so none can come to the end of training
     "SWITCHING": """
@@ -54,6 +57,7 @@ EXPECTED_TEXT = {
         CANCELLED > ABORTED : SEND_ABORT
         JOINER_LOST > ABORTED : NOTE_LOSS, SEND_ABORT
         SLOT_LOST : FAIL_JOB
+        SLOT_REPLACED > RECOVERING : DROP_MOVE, SEND_RECOVER
         SPARE_LOST : NOTE_LOSS""",
     # the old generation is gone: nothing can be aborted any more, and a joiner is a slot's process like any other
     "COMMITTED": """
@@ -64,6 +68,7 @@ EXPECTED_TEXT = {
         DEADLINE_EXPIRED : FAIL_JOB
         JOB_ENDED
         SLOT_LOST : FAIL_JOB
+        SLOT_REPLACED > RECOVERING : DROP_MOVE, SEND_RECOVER
         SPARE_LOST : NOTE_LOSS, RECOUNT""",
     "ABORTED": """
         REQUESTED : QUEUE_REQUEST
@@ -74,6 +79,16 @@ EXPECTED_TEXT = {
         JOINER_LOST : NOTE_LOSS, RECOUNT
         DEADLINE_EXPIRED : FAIL_JOB
         SLOT_LOST : FAIL_JOB
+        SLOT_REPLACED > RECOVERING : DROP_MOVE, SEND_RECOVER
+        SPARE_LOST : NOTE_LOSS""",
+    # no move is under way, and none can begin; reports of the one that was dropped come to nobody
+    "RECOVERING": """
+        REQUESTED : QUEUE_REQUEST
+        CANCELLED : REFUSE_CANCEL
+        ALL_RECOVERED > TRAINING : FINISH_RECOVERY
+        DEADLINE_EXPIRED : FAIL_JOB
+        SLOT_LOST : FAIL_JOB
+        SLOT_REPLACED : SEND_RECOVER
         SPARE_LOST : NOTE_LOSS""",
 }
 BEFORE_COMMIT = (Phase.PREPARING, Phase.READY, Phase.SWITCHING)
@@ -136,14 +151,22 @@ def test_trouble_before_the_commit_aborts(phase: Phase, event: Event) -> None:
 def test_nothing_aborts_after_the_commit(event: Event) -> None:
     machine = machine_in(Phase.COMMITTED)
     assert Action.SEND_ABORT not in machine.handle(event)
-    assert machine.phase in (Phase.COMMITTED, Phase.TRAINING)
+    assert machine.phase in (Phase.COMMITTED, Phase.TRAINING, Phase.RECOVERING)
 
 
 def test_commit_has_one_way_in_and_the_abort_one_way_out() -> None:
     assert [key for key, (after, _) in TABLE.items() if after is Phase.COMMITTED and key[0] is not after] == [
         (Phase.SWITCHING, Event.ALL_VERIFIED)]
-    assert [event for (phase, event), (after, _) in TABLE.items()
-            if phase is Phase.ABORTED and after is not phase] == [Event.ALL_ACKNOWLEDGED]
+    assert {event for (phase, event), (after, _) in TABLE.items()
+            if phase is Phase.ABORTED and after is not phase} == {Event.ALL_ACKNOWLEDGED, Event.SLOT_REPLACED}
+
+
+def test_a_recovery_begins_from_everywhere_and_drops_what_was_under_way() -> None:
+    for phase in Phase:
+        machine = machine_in(phase)
+        actions = machine.handle(Event.SLOT_REPLACED)
+        assert machine.phase is Phase.RECOVERING and actions[-1] is Action.SEND_RECOVER
+        assert (Action.DROP_MOVE in actions) is (phase not in (Phase.TRAINING, Phase.RECOVERING))
 
 
 def test_every_phase_is_reached_and_left() -> None:

@@ -22,7 +22,7 @@ class Spare:
     def __init__(self, **options: Any) -> None:
         self.options = Options(run="nowhere", **options)
         self.groups, self.timeline = shared_groups(), self
-        self.is_training, self.part, self.generation = True, None, 0
+        self.is_training, self.is_recovering, self.part, self.generation = True, False, None, 0
         self.warm_roles: set[str] = set()
         self.events: list[tuple[str, str]] = []
         self.slots: list[int] = []

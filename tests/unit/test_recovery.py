@@ -1,0 +1,246 @@
+"""Who is lost, who takes a slot, and where a run goes on: what a recovery decides before anything is built."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from migration import checkpoint_files
+from migration.checkpoint_files import Start, find_restart
+from migration.config import Config
+from migration.footprint import FOLDER, write_footprint
+from migration.move import MoveTally
+from migration.neighbours import Neighbours
+from migration.options import Options
+from migration.plan import Roster, plan_recovery
+from migration.protocol import Action, Phase
+from migration.recovery import Failure, Recovery
+from migration.watch import Watch
+
+# hosts a, b with slots 0..3; c and d with spares 4..7
+ROSTER = Roster(hosts=("a", "a", "b", "b", "c", "c", "d", "d"), holders=(0, 1, 2, 3))
+
+
+def without(roster: Roster, *lost: int) -> Roster:
+    for rank in lost:
+        roster = roster.without(rank)
+    return roster
+
+
+# ---- which spare takes which slot
+
+
+@pytest.mark.parametrize(("roster", "lost", "expected"), [
+    (ROSTER, (3,), [[3, 3, 4]]),
+    (ROSTER, (2, 3), [[2, 2, 4], [3, 3, 5]]),  # a host's go to one host
+    (ROSTER, (3, 4), [[3, 3, 5]]),  # the host with the fewest that suffice
+    (ROSTER, (0, 1, 2, 3), [[0, 0, 4], [1, 1, 5], [2, 2, 6], [3, 3, 7]]),
+    (dataclasses.replace(ROSTER, leaving=frozenset("c")), (3,), [[3, 3, 6]]),
+    (dataclasses.replace(ROSTER, holders=(0, 1, 2, 4)), (2, 5, 6, 7), [[2, 2, 3]]),  # on its own host, if no other
+    (dataclasses.replace(ROSTER, holders=(0, 1, 2, 4)), (2, 4, 6), [[2, 2, 7], [3, 4, 3]]),
+])
+def test_spares_for_lost_processes(roster: Roster, lost: tuple[int, ...], expected: list[list[int]]) -> None:
+    plan = plan_recovery(without(roster, *lost))
+    assert plan is not None and json.loads(plan.to_json()) == expected
+    after = without(roster, *lost).replaced(plan)
+    assert after.lost == set(lost) and after.lost.isdisjoint(after.holders)
+
+
+def test_too_few_spares() -> None:
+    assert plan_recovery(without(ROSTER, 2, 3, 4, 5, 6)) is None
+    assert plan_recovery(dataclasses.replace(without(ROSTER, 2), leaving=frozenset("bcd"))) is None
+
+
+def test_nobody_to_replace() -> None:
+    plan = plan_recovery(without(ROSTER, 5))
+    assert plan is not None and plan.assignments == ()
+
+
+# ---- from where
+
+
+def save(root: Path, iteration: int) -> Path:
+    folder = checkpoint_files.begin(str(root), iteration)
+    (folder / "some.distcp").write_bytes(b"x" * 10)
+    return checkpoint_files.finish(folder, iteration=iteration, config=Config(profile="p"), data="", versions={}, keep=9)
+
+
+def test_goes_on_from_the_newest_whole_checkpoint_of_this_run(tmp_path: Path) -> None:
+    begun = Start(folder="elsewhere", iteration=8)
+    assert find_restart(begun, "").folder == find_restart(begun, str(tmp_path / "none")).folder == "elsewhere"
+    save(tmp_path, 4)  # older than what the run began with
+    assert find_restart(begun, str(tmp_path)) == begun
+    twelve, sixteen = save(tmp_path, 12), save(tmp_path, 16)
+    assert find_restart(begun, str(tmp_path)).folder == str(sixteen.resolve())
+    checkpoint_files.begin(str(tmp_path), 20)  # half written by the crash
+    found = find_restart(begun, str(tmp_path))
+    assert found.iteration == 16 and "never finished" in found.notes[0]
+    os.truncate(sixteen / "some.distcp", 3)
+    found = find_restart(begun, str(tmp_path))
+    assert (found.folder, found.iteration) == (str(twelve.resolve()), 12)
+    for folder in tmp_path.glob("iteration*"):
+        (folder / "some.distcp").unlink(missing_ok=True)
+    found = find_restart(begun, str(tmp_path))
+    assert (found.folder, found.iteration) == ("elsewhere", 8) and "whole" in found.notes[0]
+
+
+# ---- who is lost
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Any:
+    """A process of a run, world rank 1, beside this one, world rank 0."""
+    program = (f"import sys, time; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); "
+               f"from migration.footprint import write_footprint; write_footprint({str(tmp_path)!r}, 1, 'b0'); "
+               "print('here', flush=True); time.sleep(600)")
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"here\n"
+    write_footprint(str(tmp_path), 0, "b0")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_neighbours_see_who_died_and_not_who_hangs(tmp_path: Path, sleeper: subprocess.Popen) -> None:
+    neighbours = Neighbours(str(tmp_path), 0, ["machine", "machine", "another"])
+    assert neighbours.gone() == []
+    sleeper.send_signal(signal.SIGSTOP)
+    assert neighbours.gone() == []
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and nobody has taken note: a zombie
+    assert neighbours.gone() == [1]
+    sleeper.wait()
+    assert neighbours.gone() == [1]
+
+
+def test_a_process_that_cannot_be_seen_from_here_is_nobodys_neighbour(tmp_path: Path,
+                                                                      sleeper: subprocess.Popen) -> None:
+    path = tmp_path / FOLDER / "w0001.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"start_ticks": 1}))  # of other pids
+    assert Neighbours(str(tmp_path), 0, ["machine", "machine"]).gone() == []
+    assert Neighbours(str(tmp_path), 0, ["machine", "another"]).gone() == []
+
+
+class OneController(Recovery):
+    """What Recovery needs of a controller, with actions in a list."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = Options(run="run", **options)
+        self.world = SimpleNamespace(size=8, rank=0)
+        self.timeline = SimpleNamespace(add_event=lambda *_: None, clock=lambda: 0.0)
+        self._tally, self._watch = MoveTally(ROSTER), Watch(8, beat_s=5.0, heartbeat_timeout_s=15.0)
+        self._record = SimpleNamespace(recoveries=[], checkpoints=[], say=lambda _: None)
+        self._has_begun, self._ended, self._is_starting, self._suspects = True, False, True, {}
+        self._failure: Failure | None = None
+        self._dead: set[int] = set()
+        self._ticked_s, self._replace_at_s = time.monotonic(), 0.0
+        self.done: list[Any] = []
+        self.sent: list[int] = []
+
+    def _act(self, actions: tuple[Action, ...]) -> None:
+        self.done += actions
+        if Action.SEND_RECOVER in actions:
+            self._failure = None
+
+    def _send(self, rank: int, kind: str, **_fields: Any) -> None:
+        self.sent.append(rank)
+
+    def _end_job(self, error: str, code: int = 1, requeue: bool = False) -> None:
+        self._ended = True
+        self.done.append((error, code))
+
+    def wait(self, seconds: float, living: tuple[int, ...]) -> None:
+        """Ticks as the control thread has them, on a clock of their own, with `living` heard meanwhile."""
+        until_s = self._ticked_s + seconds
+        while self._ticked_s < until_s:
+            for rank in living:
+                self._watch._heard_s[rank] = self._ticked_s
+            self._look_around(self._ticked_s + 0.05)
+            if self._ended:
+                return
+
+
+ALL = tuple(range(8))
+
+
+def fatal(controller: OneController, code: int = 1) -> None:
+    controller._on_fatal({"from": 2, "recovery": len(controller._record.recoveries), "message": "no peer", "code": code})
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_failure_with_nobody_lost_ends_the_job(code: int) -> None:
+    controller = OneController()
+    fatal(controller, code)
+    controller.wait(3.0, ALL)
+    assert controller.done == [("no peer", code)]
+
+
+def test_a_failure_with_a_silent_process_is_its_consequence() -> None:
+    controller = OneController()
+    fatal(controller)
+    controller.wait(1.0, (0, 1, 2, 4, 5, 6, 7))
+    assert controller.done == []
+    controller.wait(2.0, (0, 1, 2, 4, 5, 6, 7))
+    assert controller.done == [Action.SEND_RECOVER] and controller._tally.roster.holders == (0, 1, 2, 4)
+    assert controller._record.recoveries[0]["lost"] == [3] and controller.sent == [3], "if it hangs it must end"
+
+
+def test_a_controller_that_stood_still_suspects_nobody() -> None:
+    """A long tick counts for little: what others said meanwhile has not been read."""
+    controller = OneController()
+    fatal(controller)
+    controller._look_around(controller._ticked_s + 60.0)
+    assert controller.done == [] and not controller._suspects
+
+
+def test_those_that_die_together_are_replaced_together() -> None:
+    controller = OneController()
+    controller._suspect(2, "gone", has_died=True)
+    controller.wait(0.3, ALL)
+    controller._suspect(3, "gone", has_died=True)
+    controller._suspect(3, "gone again", has_died=True)
+    controller.wait(0.6, ALL)
+    assert controller.done == [Action.SEND_RECOVER] and controller._tally.roster.holders == (0, 1, 4, 5)
+    assert controller.sent == [], "MPI may end who sends to one that has died"
+    assert controller._record.recoveries[0]["hosts"] == ["b", "b"]
+
+
+@pytest.mark.parametrize(("options", "has_begun", "why"), [({"recover": "off"}, True, ""),
+                                                          ({}, False, "had not begun to train")])
+def test_where_nothing_is_recovered(options: dict[str, str], has_begun: bool, why: str) -> None:
+    controller = OneController(**options)
+    controller._has_begun = has_begun
+    controller._suspect(2, "gone")
+    controller.wait(1.0, ALL)
+    assert controller.done == [Action.FAIL_JOB] and controller._tally.phase is Phase.TRAINING
+    assert "world rank 2 on b is lost: gone" in controller._tally.reason and why in controller._tally.reason
+
+
+def test_a_failure_of_the_generation_before_counts_for_nothing() -> None:
+    controller = OneController()
+    controller._suspect(2, "gone")
+    controller.wait(1.0, ALL)
+    controller._on_fatal({"from": 1, "recovery": 0, "message": "no peer", "code": 1})
+    assert controller._failure is None
+
+
+def test_a_second_loss_in_a_recovery_needs_another_spare() -> None:
+    controller = OneController()
+    for lost in (0, 1, 2):
+        controller._suspect(lost, "gone")
+        controller.wait(1.0, ALL)
+    assert controller.done == [Action.SEND_RECOVER] * 3 and controller._tally.generation == 3
+    assert controller._tally.phase is Phase.RECOVERING
+    for lost in (3, 4):
+        controller._suspect(lost, "gone")
+    controller.wait(1.0, ALL)
+    assert controller.done[3:] == [Action.FAIL_JOB] and "too few" in controller._tally.reason
