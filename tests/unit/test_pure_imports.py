@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PURE = ("errors", "config", "topology", "sizes", "profiles", "plan", "plan_report", "protocol",
         "move", "options", "schedule", "watch", "placement", "faults", "acceptance", "checkpoint_files",
-        "slurm_nodes", "departures", "slurm_watch", "straggler", "experiments", "pacing")
+        "slurm_nodes", "departures", "slurm_watch", "straggler", "experiments", "neighbours", "pacing")
 BLOCKED = ("torch", "mpi4py", "h5py", "megatron", "psutil", "matplotlib")
 
 PROGRAM = """
