@@ -1,0 +1,118 @@
+"""What a process does when the whole job is built anew: every wait ends, and what its threads still do is of no matter."""
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from migration.arms import ARMS, boundary
+from migration.errors import MoveFailed, Recovering
+from migration.member import Member
+from migration.options import Options
+from migration.part import Part
+from migration.plan import Assignment, MovePlan
+
+WAIT_S = 30.0
+
+
+class Ends:
+    """A pair, a wire or groups, as far as they can be ended."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.calls.append(name)
+
+
+@pytest.fixture
+def member() -> Member:
+    world = SimpleNamespace(rank=1, send=lambda *_: None, urgent=False)
+    timeline = SimpleNamespace(clock=lambda: 0.0, add_event=lambda *_: None)
+    made = Member(world=world, groups=Ends(), timeline=timeline, options=Options(run="run"), address="here")
+    made.slot, made.is_training = 1, True
+    return made
+
+
+def recover(member: Member, *, slot: int | None = 1, recovery: int = 1) -> None:
+    member.on_record({"kind": "RECOVER", "term": 0, "slot": slot, "generation": 4, "recovery": recovery,
+                      "holds": [boundary(7)]})
+
+
+def join(member: Member) -> Part:
+    """The member has a part in a move, as a joiner, whose threads are at work."""
+    plan = MovePlan(assignments=(Assignment(slot=0, leaver=0, joiner=1),))
+    member.part = Part(number=0, generation=1, plan=plan, role="joiner", slot=0, store=("127.0.0.1", 1),
+                       prepare_timeout_s=WAIT_S, arm=ARMS["full"], num_busy=2, wire=Ends(), pair=Ends())
+    return member.part
+
+
+def test_a_wait_ends_and_the_new_slot_is_taken(member: Member) -> None:
+    ended = threading.Event()
+
+    def train() -> None:
+        with pytest.raises(Recovering):
+            member.wait_for(lambda: False)
+        ended.set()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    member.check()
+    recover(member, slot=None)
+    assert ended.wait(WAIT_S) and member.groups.calls == ["abort_all"]
+    assert member.slot == 1 and member.is_recovering, "the training thread changes it, once it is out of everything"
+    for wait in (member.check, lambda: member.at_boundary(SimpleNamespace(iteration=3))):
+        with pytest.raises(Recovering):
+            wait()
+    member.begin_anew()
+    assert (member.slot, member.generation, member.num_recoveries, member.position) == (None, 4, 1, -1)
+    member.check()
+    assert member._must_wait(boundary(7)), "a hold for a move that is still to come"
+
+
+def test_what_the_controller_said_before_counts_no_more(member: Member) -> None:
+    member.on_record({"kind": "START", "term": 0, "store": ["127.0.0.1", 1], "folder": "", "iteration": 0})
+    member._on_end_before({"iteration": 9, "agreed": False})
+    recover(member)
+    with pytest.raises(Recovering):
+        member.wait_for(lambda: member.started)
+    assert not member._is_end_open(boundary(9))
+
+
+def test_a_part_in_a_move_is_dropped_and_never_cleans_up(member: Member) -> None:
+    """Its last thread may leave when the next generation is being built already."""
+    part = join(member)
+    part.verdict = "COMMIT"  # whatever it had come to
+    recover(member)
+    assert member.part is None and part.is_over and part.wire.calls == ["close"] and part.pair.calls == ["abort"]
+    assert all(event.is_set() for event in (part.warm, part.among_joiners_prepared, part.stream_done))
+    with pytest.raises(MoveFailed):
+        member.give_pair(part, Ends())
+    member.leave(part)
+    member.leave(part)
+    assert member.groups.calls == ["abort_all"], "nothing was discarded"
+    with pytest.raises(Recovering):
+        member.wait_for(lambda: part.verdict in ("COMMIT", "ABORT"))
+
+
+def test_a_thread_of_a_dropped_part_is_waited_for(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, goes_on = join(member), threading.Event()
+    part.prepare_thread = threading.Thread(target=goes_on.wait, daemon=True)
+    part.prepare_thread.start()
+    recover(member)
+    monkeypatch.setattr("migration.rebuilding._JOIN_S", 0.05)
+    with pytest.raises(RuntimeError, match="prepare thread of move 0"):
+        member.begin_anew()
+    goes_on.set()
+
+
+def test_a_second_recovery_while_the_first_is_carried_out(member: Member) -> None:
+    recover(member, slot=1, recovery=1)
+    member.begin_anew()
+    recover(member, slot=2, recovery=2)
+    with pytest.raises(Recovering):
+        member.wait_for(lambda: member.started)
+    member.begin_anew()
+    assert (member.slot, member.num_recoveries) == (2, 2) and not member.is_recovering
