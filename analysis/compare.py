@@ -130,7 +130,7 @@ def _find_redone_difference(name: str, run: Run, other: Run) -> str | None:
     known = {(int(row["iteration"]), int(row["slot"])): row for row in other.iterations}
     for row in run.redone:
         expected = known[int(row["iteration"]), int(row["slot"])]
-        wrong = next((field for field in FIELDS if not _equal_bits(row[[field]][field], expected[[field]][field])), None)
+        wrong = next((field for field in FIELDS if not _equal_bits(row[field], expected[field])), None)
         if wrong is not None:
             return (f"{_place(row['iteration'], row['slot'])}, {wrong}, as {name} had it before its recovery: "
                     f"{_show(row[wrong])}, the other run {_show(expected[wrong])}")

@@ -69,8 +69,8 @@ def draw_iteration_times(run: Run, moves: list[MoveFigures], path: Path) -> Path
     _mark_moves(run, axes, moves)
     for generation, iteration in run.recoveries.items():
         axes.axvline(iteration - 0.5, color=RECOVERY_COLOUR, linestyle="--", linewidth=1.2)
-        axes.annotate(f" recovery: generation {generation}", (iteration - 0.5, 0.06), xycoords=("data", "axes fraction"),
-                      fontsize=8.5, color=RECOVERY_COLOUR)
+        axes.annotate(f" recovery: generation {generation}", (iteration - 0.5, 0.06), color=RECOVERY_COLOUR,
+                      xycoords=("data", "axes fraction"), fontsize=8.5)
     _limit_times(axes, times)
     axes.set(xlabel="iteration", ylabel="time (s)", xlim=(times["iteration"][0] - 0.5, times["iteration"][-1] + 0.5))
     axes.set_title(f"{run.config.get('profile', '?')}: time per iteration", loc="left")

@@ -61,7 +61,7 @@ class Groups(Handles):
         gc.collect()  # Megatron's objects refer to each other in cycles
 
     def abort_all(self) -> None:
-        """End every operation under way, of whatever generation. From any thread; `close` frees them and begins anew."""
+        """End every operation under way, of whatever generation. From any thread; `close_aborted` frees them."""
         self.abort_next()
         for communicator in [*self._live.values(), *self._closer.held]:
             communicator.abort()
@@ -106,9 +106,9 @@ class Groups(Handles):
         """Stage 1: build the next generation's communicators of the groups touched by `slots`, one after the other.
 
         Those named in `first`, which have joiners only, come first, and then `when_first` is called: still one order on
-        all members. `after_each` is called with each one that is prepared and the number of those to come. `beside_old`:
-        some member holds an old one of each. Collective over each group. Runs on the prepare thread beside training.
-        Returns the digest of the adversarial reductions on them. Raises RuntimeError when a member doesn't come in
+        all members. `after_each` is called with each one that is prepared and the number of those to come.
+        `beside_old`: some member holds an old one of each. Collective over each group. Runs on the prepare thread
+        beside training. Returns the digest of the adversarial reductions on them. Raises RuntimeError when a member doesn't come in
         `timeout_s` or the move is aborted.
         """
         assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"

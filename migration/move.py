@@ -116,7 +116,7 @@ class MoveTally:
 
     @property
     def recoverable(self) -> Roster:
-        """Whom a recovery would begin with: no move is half done, so a commit that not all have acknowledged is undone."""
+        """Whom a recovery would begin with: a commit that not all have acknowledged is undone."""
         if self.phase is not Phase.COMMITTED:
             return self.roster
         return dataclasses.replace(self.roster, holders=self._holders_before)

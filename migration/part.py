@@ -70,7 +70,7 @@ class Part:
         return self.verdict in ("ABORT", "DROPPED")
 
     def drop(self) -> None:
-        """End whatever its threads are at, without a clean-up of its own: the whole job is built anew. From any thread."""
+        """The whole job is built anew: end what its threads are at, without a clean-up of its own. From any thread."""
         self.verdict = "DROPPED"
         self.end_pair()
         for event in (self.warm, self.among_joiners_prepared, self.stream_done):

@@ -299,7 +299,7 @@ class Process:
         self.member.on_tick(now_s)
 
     def begin_anew(self) -> None:
-        """The training thread, out of all that it was at: what it held goes. Its slot may be another one now, or none."""
+        """The training thread, out of all that it was at: what it held goes. Its slot may be another now, or none."""
         with self.timeline.span("leave", "RECOVERING") as span:
             self.member.begin_anew()
             self._end_recording = None

@@ -1,4 +1,6 @@
-"""The protocol of moves and recoveries: Phase, Event, Action and one transition table. Pure: no I/O, no clock, no torch, no MPI.
+"""The protocol of moves and recoveries: Phase, Event, Action and one transition table.
+
+Pure: no I/O, no clock, no torch, no MPI.
 
 The controller feeds events into `Machine` and carries out the actions it gets back; nothing else decides what happens
 next. An event that the table doesn't know in the present phase raises IllegalEvent and changes nothing. `draw()` makes

@@ -1,7 +1,7 @@
 """Unplanned failures: who is lost, and how the job goes on without them, in the processes that live.
 
-The controller's part; rebuilding.py is a process's. Every slot drops what it is at, spares take the slots of those lost,
-and the whole job is built anew as the next generation, as at the start of a run: all are READY, the controller serves a
+The controller's part; rebuilding.py is a process's. Every slot drops what it is at, spares take the slots of those
+lost, and the whole job is built anew as the next generation, as at the start of a run: all are READY, the controller serves a
 store, all have STARTED. It goes on from the newest checkpoint that is whole. Where that can't be done, the job ends and
 may be started again (`requeue`). Control thread only.
 """

@@ -79,7 +79,7 @@ class Stops:
         return self._recover is not None
 
     def check(self) -> None:
-        """Raises Recovering if what was computed since the last stop is of no use: collectives may have been aborted."""
+        """Raises Recovering if what was computed since the last stop is of no use: collectives may have been ended."""
         if self._recover is not None:
             raise Recovering
 

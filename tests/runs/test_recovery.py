@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from running import Running, assert_nothing_left
-from support import Case, Undisturbed, assert_equal, completed, last_iteration, outcomes, pid_of, undisturbed  # noqa: F401
+from support import (Case, Undisturbed, assert_equal, completed, last_iteration, outcomes, pid_of,  # noqa: F401
+                     undisturbed)
 
 from analysis.log import Run, read_run, text
 from analysis.report import main as report
@@ -58,8 +59,8 @@ def assert_redone(run: Run, recovery: dict[str, Any]) -> None:
 def told(capsys: pytest.CaptureFixture[str], result: dict[str, Any], what: str) -> None:
     for recovery in result["recoveries"]:
         with capsys.disabled():
-            print(f"\n{what}: world ranks {recovery['lost']} noticed {recovery['detect_s']:.2f} s after their last word, "
-                  f"first iteration {recovery['recovery_s']:.2f} s later, {recovery['redone']} iterations again")
+            print(f"\n{what}: world ranks {recovery['lost']} noticed {recovery['detect_s']:.2f} s after their last "
+                  f"word, first iteration {recovery['recovery_s']:.2f} s later, {recovery['redone']} iterations again")
 
 
 def test_killed_processes_are_replaced_and_moves_go_on(start_harness: Start, undisturbed: Undisturbed,  # noqa: F811

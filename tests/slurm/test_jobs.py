@@ -77,9 +77,10 @@ def test_a_job_whose_time_is_over_is_requeued_and_goes_on(submit: Submit, undist
 
 def test_a_job_that_loses_a_process_is_requeued_from_its_checkpoint(submit: Submit, tmp_path: Path,
                                                                    undisturbed: Callable[[Case], Path]) -> None:
-    """Where no spare takes its slot. Nobody does anything: the script asks for the verdict, and Slurm starts it again."""
+    """No spare takes its slot. Nobody does anything: the script asks for the verdict, and Slurm starts it again."""
     twin = undisturbed(LONG)
-    job = submit(*settings(LONG), "--checkpoint-every", "4", "--recover", "off", site=f'checkpoints = "{tmp_path}/checkpoints"')
+    job = submit(*settings(LONG), "--checkpoint-every", "4", "--recover", "off",
+                 site=f'checkpoints = "{tmp_path}/checkpoints"')
     job.wait_for(lambda: last_iteration(job.run()) >= 9, "iteration 9")
     (lost,) = [footprint for footprint in read_footprints(str(job.run())) if footprint.world_rank == 3]
     os.kill(lost.pid, signal.SIGKILL)

@@ -34,8 +34,8 @@ def test_a_job_goes_on_without_a_node_that_dies(cluster: Cluster, start_job: Cal
     assert_equal_so_far(FOUR_SLOTS, fork_server, [job], tmp_path)
 
 
-def test_a_node_that_dies_ends_the_job_which_can_be_requeued(cluster: Cluster, start_job: Callable[..., Running],  # noqa: F811
-                                                             fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_node_that_dies_ends_the_job_which_can_be_requeued(cluster: Cluster, fork_server: ForkServer, tmp_path: Path,
+                                                             start_job: Callable[..., Running]) -> None:  # noqa: F811
     """Its slurmd and its processes are killed; no process stays on the other nodes, and the step ends."""
     arguments = ("--checkpoints", str(tmp_path / "checkpoints"), "--checkpoint-every", "4", "--recover", "off")
     job = start_job(FOUR_SLOTS, *arguments)

@@ -34,8 +34,8 @@ Edit = Callable[[Row], Row | None]
 
 
 def make_run(path: Path, *, move: bool = True, num_iterations: int = 20, outcome: str = "COMMITTED",
-             edit_iteration: Edit = dict, edit_digest: Edit = dict, finished: bool = True, redone: range = range(0), edit_redone: Edit = dict,
-             recovers: bool = True) -> Path:
+             edit_iteration: Edit = dict, edit_digest: Edit = dict, finished: bool = True, redone: range = range(0),
+             edit_redone: Edit = dict, recovers: bool = True) -> Path:
     """Writes a run folder. The edits change a row before it is written, or return None to leave it out.
 
     `redone`: iterations that were done before a recovery, by the same processes, and again after it; without
@@ -55,7 +55,8 @@ def make_run(path: Path, *, move: bool = True, num_iterations: int = 20, outcome
             built = build_iteration(iteration, slot, origin_s, move=move, switched=bool(switched))
             if iteration in redone and (lost := edit_redone(built)) is not None:
                 timelines[owner].add_iteration(**lost)
-            row = edit_iteration(built | {"generation": built["generation"] + bool(redone and iteration >= redone.start)})
+            recovered = bool(redone and iteration >= redone.start)
+            row = edit_iteration(built | {"generation": built["generation"] + recovered})
             if row is not None:
                 timelines[owner].add_iteration(**row)
     for timeline in timelines if redone and recovers else ():

@@ -175,7 +175,8 @@ class Walk:
         assert tally.generation == generation + committed + recovers, (
             "the generation is not the number of commits and recoveries")
         if recovers:
-            assert tally.phase is Phase.RECOVERING and tally.roster.lost.isdisjoint(holders), "a lost process has a slot"
+            assert tally.phase is Phase.RECOVERING, f"a recovery in {tally.phase.name}"
+            assert tally.roster.lost.isdisjoint(holders), "a lost process has a slot"
             assert not tally.waiting and tally.plan is None, "a move goes on in a recovery"
         if committed:
             assert phase is Phase.SWITCHING, f"a commit out of {phase.name}"
@@ -217,7 +218,7 @@ BROKEN = {
     "commit of a cancelled move": (Phase.SWITCHING, Event.CANCELLED, Phase.COMMITTED, "before all had verified"),
     "commit though digests differ": (Phase.SWITCHING, Event.DIGEST_DIFFERS, Phase.COMMITTED, "though digests differ"),
     "commit instead of parking": (Phase.SWITCHING, Event.ALL_HANDED_OVER, Phase.COMMITTED, "before all had verified"),
-    "commit instead of a recovery": (Phase.PREPARING, Event.SLOT_REPLACED, Phase.COMMITTED, "a lost process has a slot"),
+    "commit instead of a recovery": (Phase.PREPARING, Event.SLOT_REPLACED, Phase.COMMITTED, "a recovery in COMMITTED"),
     "commit after an abort": (Phase.ABORTED, Event.ALL_ACKNOWLEDGED, Phase.COMMITTED, "a commit out of ABORTED"),
 }
 

@@ -1,4 +1,4 @@
-"""What a process does when the whole job is built anew: every wait ends, and what its threads still do is of no matter."""
+"""What a process does when the whole job is built anew: every wait ends, and what its threads still do is no matter."""
 from __future__ import annotations
 
 import threading

@@ -71,7 +71,8 @@ def test_nobody_to_replace() -> None:
 def save(root: Path, iteration: int) -> Path:
     folder = checkpoint_files.begin(str(root), iteration)
     (folder / "some.distcp").write_bytes(b"x" * 10)
-    return checkpoint_files.finish(folder, iteration=iteration, config=Config(profile="p"), data="", versions={}, keep=9)
+    config = Config(profile="p")
+    return checkpoint_files.finish(folder, iteration=iteration, config=config, data="", versions={}, keep=9)
 
 
 def test_goes_on_from_the_newest_whole_checkpoint_of_this_run(tmp_path: Path) -> None:
@@ -173,7 +174,8 @@ ALL = tuple(range(8))
 
 
 def fatal(controller: OneController, code: int = 1) -> None:
-    controller._on_fatal({"from": 2, "recovery": len(controller._record.recoveries), "message": "no peer", "code": code})
+    number = len(controller._record.recoveries)
+    controller._on_fatal({"from": 2, "recovery": number, "message": "no peer", "code": code})
 
 
 @pytest.mark.parametrize("code", [1, 2])
