@@ -107,6 +107,9 @@ def _status(argv: list[str]) -> int:
         print(f"  {host:12s} slots {', '.join(map(str, row['slots'])) or '-':12s} spares {row['spares']}")
     for move in status["moves"]:
         print("  " + _describe_move(move))
+    for recovery in status["recoveries"]:
+        print(f"  recovery: world ranks {recovery['lost']} lost, slots {recovery['slots']} to world ranks "
+              f"{recovery['to']}, generation {recovery['generation']}, from iteration {recovery['from_iteration']}")
     if status["queued"]:
         print("  queued: " + ", ".join(status["queued"]))
     return 0
