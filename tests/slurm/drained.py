@@ -1,10 +1,12 @@
 """What the tests of nodes that go share: the jobs, and what each of them has done and said so far. Owns no test."""
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,11 +62,15 @@ def bring_back(cluster: Cluster) -> None:
     """Nodes that were drained, failed or killed are up again."""
     last = local.find(cluster.folder)
     assert last is not None
-    for node, state in last.node_states().items():
+    for node in last.node_states():
         if not last.daemons[f"slurmd.{node}"].lives():
             last = last.start_node(node)
-        if state.startswith(("drain", "fail", "down")):
-            last.command("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while gone := [node for node, state in last.node_states().items() if state.startswith(("drain", "fail", "down"))]:
+        assert time.monotonic() < deadline_s, f"nodes {gone} don't come back"
+        for node in gone:
+            with contextlib.suppress(RuntimeError):  # it has come back by itself since: the next look tells
+                last.command("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
 
 def wait_for_iterations(job: Running, number: int) -> None:
