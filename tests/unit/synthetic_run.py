@@ -38,8 +38,8 @@ def make_run(path: Path, *, move: bool = True, num_iterations: int = 20, outcome
              edit_redone: Edit = dict, recovers: bool = True) -> Path:
     """Writes a run folder. The edits change a row before it is written, or return None to leave it out.
 
-    `redone`: iterations that were done before a recovery, by the same processes, and again after it; without
-    `recovers` the log doesn't say why.
+    `redone`: iterations that were done before a recovery, by the same processes, and again after it, with the final
+    digests; without `recovers` the log doesn't say why.
     """
     config = dataclasses.asdict(Config(profile="tiny_TP2_PP1", tp=2, iterations=num_iterations))
     timelines = [Timeline(path / "log" / f"w{rank:04d}.h5", world_rank=rank, host=HOSTS[rank], config=config,
@@ -66,7 +66,7 @@ def make_run(path: Path, *, move: bool = True, num_iterations: int = 20, outcome
     for slot in range(NUM_SLOTS):
         for kind in KINDS:
             digest = edit_digest({"slot": slot, "kind": kind, "digest": f"{slot:02x}{len(kind):02x}" * 16})
-            if digest is not None:
+            for _ in range(1 + bool(redone and recovers) if digest is not None else 0):
                 timelines[switched.get(slot, slot)].add_digest(**digest)
     for timeline in timelines:
         timeline.close()
