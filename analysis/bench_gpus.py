@@ -31,7 +31,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from analysis.bench_parts import Bench, Part, add_arguments, open_bench, run_parts
+from analysis.bench_parts import Bench, Part, add_arguments, open_bench, positive, run_parts
 from analysis.device_memory import free_gpu_bytes
 from analysis.gpus_model import LEAST_STATE_BYTES
 from analysis.gpus_parts import FEWEST_MOVES, PARTS, Site, pick_model
@@ -47,7 +47,7 @@ _H200_GIB = 138
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     if args.gpus is not None:  # another machine's plan
-        print(_plan(build_layout(args.gpus, args.gpu_gib << 30, args.prepare_share), args, can_park=True)[1])
+        print(_plan(build_layout(args.gpus, int(args.gpu_gib * 2**30), args.prepare_share), args, can_park=True)[1])
         return 0
     bench = open_bench(args)
     layout = build_layout(len(bench.machine.gpus), free_gpu_bytes() if bench.on_gpu else 0, args.prepare_share)
@@ -77,8 +77,11 @@ def _plan(layout: Layout, args: argparse.Namespace, *, can_park: bool) -> tuple[
     estimates = build("a small model", 90.0)
     if layout.num_gpus:
         others_s = layout.rates.imports_s + sum(each.seconds for each in estimates if each.name != "ablation")
-        model = pick_model(layout, args.time_box - others_s, args.state_gb)
-        estimates = build(model.describe(), model.seconds)
+        try:
+            model = pick_model(layout, args.time_box - others_s, args.state_gb)
+            estimates = build(model.describe(), model.seconds)
+        except UserError as error:  # the other parts are possible all the same
+            estimates = build(str(error), 0.0)
     return estimates, format_plan(layout, estimates, args.time_box)
 
 
@@ -98,11 +101,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add_arguments(parser, PARTS, "bench_gpus", time_box_s=525.0, default="all, in this order")
     parser.add_argument("--plan", action="store_true", help="print parts and seconds, and end")
     parser.add_argument("--gpus", type=int, metavar="N", help="with --plan: of a machine with N GPUs that park")
-    parser.add_argument("--gpu-gib", type=int, default=_H200_GIB, metavar="GIB", help="with --gpus: free memory of "
+    parser.add_argument("--gpu-gib", type=positive, default=_H200_GIB, metavar="GIB", help="with --gpus: free memory of "
                         "each (default: %(default)s)")
     parser.add_argument("--moves", type=int, default=10, metavar="N", help="moves: in a row; from "
                         f"{FEWEST_SETTLED} on their leavings are judged (default: %(default)s)")
-    parser.add_argument("--state-gb", type=float, default=LEAST_STATE_BYTES / 1e9, metavar="GB", help="ablation: state "
+    parser.add_argument("--state-gb", type=positive, default=LEAST_STATE_BYTES / 1e9, metavar="GB", help="ablation: state "
                         "of a rank at least (default: %(default)g)")
     parser.add_argument("--prepare-share", default="1", metavar="SHARE", help="of all runs, as the harness's; less "
                         "takes longer than the plan says (default: %(default)s, no rests)")

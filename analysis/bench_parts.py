@@ -130,8 +130,16 @@ def add_arguments(parser: argparse.ArgumentParser, parts: Iterable[str], stem: s
                         "build/results without a GPU)")
     parser.add_argument("--runs", help="folder for the run folders (default: a temporary one)")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--time-box", type=float, default=time_box_s, metavar="S", help="for all (default: "
+    parser.add_argument("--time-box", type=positive, default=time_box_s, metavar="S", help="for all (default: "
                         "%(default)g)")
+
+
+def positive(value: str) -> float:
+    """A type for argparse."""
+    number = float(value)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} must be above 0")
+    return number
 
 
 def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:

@@ -50,7 +50,11 @@ def ablation(bench: Bench, layout: Layout, job: Callable[[int], tuple[str, ...]]
                                        "--checkpoints", str(checkpoints)),
                           beside=lambda run, has_ended: _stop_when_done(run, has_ended, moves_end_s))
     except RunFailed as error:  # the arms that came so far are still worth having
-        left = Arm(run=read_run(bench.runs / "ablation"), command="", samples=[], ended_s=time.time())
+        try:
+            begun = read_run(bench.runs / "ablation")
+        except UserError:  # none came
+            raise error from None
+        left = Arm(run=begun, command="", samples=[], ended_s=time.time())
         yield _section(bench, left, (), layout, told, failed=str(error))
         return
     yield _section(bench, arm, (), layout, told)

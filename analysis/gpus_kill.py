@@ -73,7 +73,7 @@ def explain(result: dict[str, Any], said: str, *, was_killed: bool) -> str:
     """Why the job failed, in one line if that is because it can't go on without a process. `said`: its last words."""
     if was_killed and not result.get("recoveries"):
         error = str(result.get("error") or "the job left no result").splitlines()[0]
-        return f"this version doesn't recover from a killed rank: {error}"
+        return f"the job didn't recover: {error}"
     return said
 
 

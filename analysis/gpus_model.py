@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from analysis.gpus_plan import Rates, Shape
 from migration.arms import ARMS
 from migration.config import Config, validate
+from migration.errors import UserError
 from migration.profiles import get_profile
 from migration.sizes import (format_bytes, format_count, gradient_buffer_bytes, num_parameters, num_slot_parameters,
                              slot_state_bytes)
@@ -66,11 +67,11 @@ def choose_model(shape: Shape, rates: Rates, *, process_bytes: int, seconds: flo
     `least_bytes` of state a slot.
 
     Where the time doesn't allow that many bytes, the one that has them and takes least; where memory doesn't, the
-    largest that fits. Raises ValueError if not even the smallest fits into the memory.
+    largest that fits. Raises UserError if not even the smallest fits into the memory.
     """
     models = [model for model in _candidates(shape, rates) if model.used_bytes <= process_bytes * _FILLED]
     if not models:
-        raise ValueError(f"{format_bytes(process_bytes)} of a GPU for a process: too little for any model")
+        raise UserError(f"{format_bytes(process_bytes)} of a GPU for a process: too little for any model")
     large = [model for model in models if model.state_bytes >= least_bytes]
     in_time = [model for model in large or models if model.seconds <= seconds]
     if in_time:

@@ -5,9 +5,9 @@ arguments.py (the command line), errors.py.
 
 A process's life: bringup.py (MPI comes up, everybody compares notes), preload.py (the heavy imports), placement.py
 (which GPU), process.py (wires a process together), world.py (MPI and the control thread), standby.py (a spare's life),
-warmup.py and recording.py (the first iteration paid for before the switch), job.py and model.py (the Megatron-Core
-job), data.py (samples as a function of their index), device.py (Megatron without CUDA), internals.py (Megatron's
-private names).
+warmup.py, recording.py and slot_recording.py (the first iteration paid for before the switch), job.py and model.py
+(the Megatron-Core job), data.py (samples as a function of their index), device.py (Megatron without CUDA), internals.py
+(Megatron's private names).
 
 A move: plan.py (who goes where), schedule.py (when), protocol.py (phases, events, actions in one table), move.py (the
 tally of reports), controller.py (decides), actions.py (carries out), watch.py (heartbeats, deadlines), member.py and
@@ -26,8 +26,8 @@ Without a move: checkpoint.py (the whole state through Megatron's distributed ch
 one counts, and where a run starts), stopping.py (how a running job is asked to save and end).
 
 The state's way: arms.py (how much is done beside training, and where membership changes), wire.py (words between leaver
-and joiner), transfer.py (bytes), stream.py, leader.py and follow.py (beside training), gradients.py (what is left at the
-cut), hand_over.py (in the pause), proof.py (the leaver's own step, to compare with).
+and joiner), transfer.py (bytes), stream.py, leader.py and follow.py (beside training), gradients.py (what is left at
+the cut), hand_over.py (in the pause), proof.py (the leaver's own step, to compare with).
 
 In Slurm: slurm_watch.py (looks at Slurm, gives nodes back), slurm_nodes.py (what it says, and which nodes are to be
 left), departures.py (how far each of them is), leaving.py (what the controller does about it).

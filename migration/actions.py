@@ -129,7 +129,8 @@ class Actions:
         plan = self._tally.plan
         assert plan is not None and self._current is not None
         # all or none: joiners of one host run their shadow iterations together
-        are_warm = all(pipeline_role(self.config, a.slot) in self._warm_roles.get(a.joiner, ()) for a in plan.assignments)
+        are_warm = all(pipeline_role(self.config, a.slot) in self._warm_roles.get(a.joiner, ())
+                       for a in plan.assignments)
         self._to_members("PREPARE", arm=self._current.arm_name, plan=plan.to_json(), are_joiners_warm=are_warm,
                          generation=self._tally.generation + 1,
                          store=[self._address, self._store.port], timeout_s=self.options.prepare_deadline_s,

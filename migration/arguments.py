@@ -96,8 +96,8 @@ def _add_moves(parser: Parser) -> None:
                        "prepared, so that it takes effect exactly there")
     moves.add_argument("--lead", type=int, default=10, metavar="N", help="start to prepare N iterations ahead "
                        "(default: %(default)s)")
-    moves.add_argument("--arm", default="full", metavar="A[,B...]", help=f"how much is done beside training; moves take "
-                       f"them in turn: {', '.join(ARMS)} (default: %(default)s; see microbenchmark.md)")
+    moves.add_argument("--arm", default="full", metavar="A[,B...]", help=f"how much is done beside training; moves "
+                       f"take them in turn: {', '.join(ARMS)} (default: %(default)s; see microbenchmark.md)")
     moves.add_argument("--transfer-limit", type=float, default=0.0, metavar="MB/S", help="a leaver sends its state no "
                        "faster than this while training goes on (default: no limit)")
     moves.add_argument("--prepare-share", default=AUTO, metavar="SHARE", help="after each communicator that is "
@@ -155,7 +155,8 @@ def _add_moves(parser: Parser) -> None:
 def _add_deadlines(parser: Parser) -> None:
     limits = parser.add_argument_group("deadlines, in seconds")
     for name, default, text in (
-            ("prepare-deadline", 300.0, "from the request to all prepared; then the move aborts"),
+            ("prepare-deadline", 300.0, "from the request to all prepared; then the move aborts. Also for all slots to be "
+             "ready again when one was lost"),
             ("switch-deadline", 60.0, "from the first arrival at the boundary to the verdict; then the move aborts"),
             ("heartbeat-timeout", 15.0, "a process not heard for so long is lost"),
             ("orphan-timeout", 60.0, "a process that hears no controller for so long ends itself")):
@@ -171,8 +172,8 @@ def _add_experiments(parser: Parser) -> None:
                        "COMMITTED; repeatable")
     tests.add_argument("--omit-state", action="append", default=[], metavar="KIND", help="leave out this kind of "
                        "state, to see the comparison fail; repeatable")
-    tests.add_argument("--leaver-steps", action="store_true", help="a leaver takes the optimizer step of the switchover "
-                       "too, and its state is compared with the joiner's; a difference ends the run")
+    tests.add_argument("--leaver-steps", action="store_true", help="a leaver takes the optimizer step of the "
+                       "switchover too, and its state is compared with the joiner's; a difference ends the run")
     tests.add_argument("--slow-joiner", type=float, default=0.0, metavar="S", help="a joiner's preparation takes at "
                        "least S seconds")
     tests.add_argument("--slow-checkpoint", type=float, default=0.0, metavar="S", help="a checkpoint takes S seconds "
@@ -221,8 +222,8 @@ def parse_run(argv: list[str]) -> tuple[Config, Options]:
         if parse_fault(text).kind == "slow" and args.accept == NONE:
             raise UserError(f"--fault {text}: with --accept {NONE} nobody measures a joiner's speed")
     if (args.find_stragglers or args.auto_evict) and config.job_size < FEWEST:
-        raise UserError(f"--find-stragglers, --auto-evict: of {config.job_size} slots nobody can say which one is slow; "
-                        f"{FEWEST} are needed")
+        raise UserError(f"--find-stragglers, --auto-evict: of {config.job_size} slots nobody can say which one is "
+                        f"slow; {FEWEST} are needed")
     for text in args.slow:
         parse_slow(text, config.job_size)
     for device in DEFAULTS:

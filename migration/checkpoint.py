@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,12 @@ def check(job: Job) -> None:
                         f"which Megatron can't save; set a larger bucket_size than {job.config.bucket_size}, or 0")
 
 
-def save(job: Job, options: Options, versions: dict[str, str]) -> tuple[Path, int]:
+def save(job: Job, options: Options, versions: dict[str, str], check: Callable[[], None] = lambda: None
+         ) -> tuple[Path, int]:
     """Save the job before the iteration that it is at. Returns the folder and the bytes in it, on slot 0; else 0.
 
+    `check` is called before it counts, and raises if collectives may have been aborted: on a GPU they raise nothing,
+    and another slot may not have written.
     Collective over the job. Nothing of the state changes but parameters whose gathering was still to come. Raises
     UserError if the files can't be written.
     """
@@ -50,6 +54,7 @@ def save(job: Job, options: Options, versions: dict[str, str]) -> tuple[Path, in
         if options.slow_checkpoint_s:
             time.sleep(options.slow_checkpoint_s)
         num_bytes = 0
+        check()
         if job.slot == 0:
             path = checkpoint_files.finish(path, iteration=job.iteration, config=job.config, versions=versions,
                                            data=job.cursor.samples.source.digest, keep=options.keep_checkpoints)

@@ -90,7 +90,7 @@ def find_restart(start: Start, checkpoints: str) -> Start:
     """
     try:
         newest = _find_newest(checkpoints, must_exist=False) if checkpoints else Start()
-    except UserError as error:  # none of them is whole
+    except (UserError, OSError) as error:  # none of them is whole, or the folder can't be read
         return dataclasses.replace(start, notes=(str(error),))
     return newest if newest.iteration > start.iteration else dataclasses.replace(start, notes=newest.notes)
 

@@ -40,8 +40,9 @@ class Controller(Recovery, Stopping, Leaving):
 
     @property
     def is_to_end(self) -> bool:
-        """Whether the run may be about to be ended, which a successor would know nothing of."""
-        return self._failure is not None or bool(self._suspects) or bool(self._asked_to_end)
+        """Whether the run may be about to be ended, or a recovery isn't through, which a successor wouldn't know."""
+        return (self._failure is not None or bool(self._suspects) or self._recovery is not None
+                or bool(self._asked_to_end))
 
     # ---- records in
 
@@ -63,6 +64,8 @@ class Controller(Recovery, Stopping, Leaving):
         self._record.checkpoint(record)
 
     def _on_progress(self, record: Record) -> None:
+        if not self._is_current(record):
+            return
         self._positions[record["from"]] = record["iteration"]
         self._note_iteration(record["from"])
         if "prepared" in record:
@@ -207,7 +210,7 @@ class Controller(Recovery, Stopping, Leaving):
 
     def _can_move(self) -> bool:
         return (self._tally.phase is Phase.TRAINING and len(self._started) == self.config.job_size
-                and not self._finished)
+                and not self._finished and not self._suspects and self._failure is None)
 
     def _begin(self, pending: Pending) -> None:
         self._current = pending
@@ -234,8 +237,8 @@ class Controller(Recovery, Stopping, Leaving):
         if self._tally.phase is Phase.TRAINING:
             plan_move(self._tally.roster, request)
         if request.iteration is None and self._schedule.next_arm.stops_first:
-            raise UserError(f"vacate {text}: arm {self._schedule.next_arm.name} needs an iteration that all know from the "
-                            "start; give it with --vacate")
+            raise UserError(f"vacate {text}: arm {self._schedule.next_arm.name} needs an iteration that all know from "
+                            "the start; give it with --vacate")
         self.timeline.add_event("request", f"{text} ({origin})")
         return self._schedule.add(text).id
 
@@ -292,6 +295,7 @@ class Controller(Recovery, Stopping, Leaving):
             "generation": self._tally.generation, "num_moves": self._tally.number + 1,
             "record": self._record.to_json(), "schedule": self._schedule.to_json(),
             "positions": list(self._positions.items()), "finished": sorted(self._finished),
+            "times_s": list(self._times_s),
             "stop": None if self._stop is None else self._stop.requeue,
             "departures": self._departures.to_json()})
 
@@ -303,6 +307,7 @@ class Controller(Recovery, Stopping, Leaving):
         self._schedule.load_json(record["schedule"])
         self._positions = {int(rank): position for rank, position in record["positions"]}
         self._finished = set(record["finished"])
+        self._times_s.extend(record["times_s"])
         self._stop = None if record["stop"] is None else Stop(requeue=record["stop"])
         self._departures.load_json(record["departures"])
         self._started = set(self._tally.roster.holders)

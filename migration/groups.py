@@ -28,6 +28,7 @@ from third_party.pytorch import process_group as wiring
 
 
 CLOSE_PAUSE_S = 0.05
+_ABORTS_S = 60.0  # for all communicators of a process to be aborted
 
 
 class Groups(Handles):
@@ -63,14 +64,14 @@ class Groups(Handles):
     def abort_all(self) -> None:
         """End every operation under way, of whatever generation. From any thread; `close_aborted` frees them."""
         self.abort_next()
-        for communicator in [*self._live.values(), *self._closer.held]:
+        for communicator in [*self._live.values(), *self._closer.unclosed]:  # a close waits for members too
             communicator.abort()
 
     def close_aborted(self) -> None:
         """After `abort_all`, out of every operation: `close`, also where no slot is open. The memory is back then."""
-        aborted = [*self._live.values(), *self._next.values(), *self._closer.held]
-        for communicator in aborted:
-            communicator.wait_aborted()
+        ends_s = time.monotonic() + _ABORTS_S
+        for communicator in [*self._live.values(), *self._next.values(), *self._closer.unclosed]:
+            communicator.wait_aborted(max(0.0, ends_s - time.monotonic()))
         self._closer.release()
         self.close()
 
@@ -108,8 +109,8 @@ class Groups(Handles):
         Those named in `first`, which have joiners only, come first, and then `when_first` is called: still one order on
         all members. `after_each` is called with each one that is prepared and the number of those to come.
         `beside_old`: some member holds an old one of each. Collective over each group. Runs on the prepare thread
-        beside training. Returns the digest of the adversarial reductions on them. Raises RuntimeError when a member doesn't come in
-        `timeout_s` or the move is aborted.
+        beside training. Returns the digest of the adversarial reductions on them. Raises RuntimeError when a member
+        doesn't come in `timeout_s` or the move is aborted.
         """
         assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"
         early = set(first)
@@ -284,7 +285,7 @@ class Groups(Handles):
         """
         handles = [handle for handle in self._old(slots) if isinstance(handle.inner, wiring.NoGroup)]
         for communicator in self._next.values() if handles else ():
-            communicator.wait_aborted()  # the old ones need the memory
+            communicator.wait_aborted(timeout_s)  # the old ones need the memory
         store, rebuilt = None, []
         for handle in handles:
             communicator = self._live[handle.name]

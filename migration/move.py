@@ -125,14 +125,14 @@ class MoveTally:
         """Processes that hold slots are lost. `plan`: the spares that take the slots of those lost, by `recoverable`;
         None: the job can't go on.
         """
-        before = self.recoverable
+        before, aborted_by = self.recoverable, self.reason if self.phase is Phase.ABORTED else ""
         for world_rank in world_ranks:
             before, self.roster = before.without(world_rank), self.roster.without(world_rank)
             self._waiting.discard(world_rank)
         if plan is None:
             return self.event(Event.SLOT_LOST, reason)
         actions = self.event(Event.SLOT_REPLACED, reason)
-        self.reason = reason
+        self.reason = aborted_by or reason  # of the move under way, if there is one
         self.roster = before.replaced(plan)
         self.generation += 1
         self.plan, self.position, self._waiting = None, None, set()

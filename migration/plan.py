@@ -293,8 +293,8 @@ def _free_spares(roster: Roster, request: VacateRequest, left: frozenset[str]) -
         if target in request.sources:
             raise UserError(f"vacate {request.text}: {target} is both vacated and moved to; name another target")
         if target in roster.leaving:
-            raise UserError(f"vacate {request.text}: {target} is to be left itself (it is being drained or fails); name "
-                            "another target, or none")
+            raise UserError(f"vacate {request.text}: {target} is to be left itself (it is being drained or fails); "
+                            "name another target, or none")
         if request.targets.count(target) > 1:
             raise UserError(f"vacate {request.text}: target {target} is named twice; name each host once")
     avoided = left | roster.leaving

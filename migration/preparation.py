@@ -15,6 +15,7 @@ from migration import leader, pacing, wire
 from migration.check_measure import measure_pair, used_bytes
 from migration.communicators.base import OPERATION_TIMEOUT_S, Communicator
 from migration.costs import median_connect_s
+from migration.errors import MoveFailed
 from migration.move import Report
 from migration.part import Part
 from migration.stores import connect_store
@@ -34,6 +35,8 @@ def start(member: Member, part: Part) -> None:
 
 def _run(member: Member, part: Part) -> None:
     try:
+        if part.is_over:
+            raise MoveFailed("the move was over before it was prepared here")
         old, new = _build(member, part)
         if part.role == "joiner":
             part.warm.wait()

@@ -22,7 +22,6 @@ from migration.bringup import Started
 from migration.check_measure import measure_figures, measure_slots
 from migration.communicators.makers import Maker, build_maker
 from migration.communicators.nccl_policy import parse_pins
-from migration.communicators.recorded import RecordingGroup
 from migration.config import Config
 from migration.controller import Controller
 from migration.costs import log_costs, take_costs
@@ -34,7 +33,7 @@ from migration.pacing import choose_share
 from migration.placement import take_gpu
 from migration.plan import Roster
 from migration.own_time import build_own_time
-from migration.recording import Recorder, Recording, recording_path, save_recording
+from migration.slot_recording import SlotRecording
 from migration.stores import connect_store
 from migration.timeline import Clock, Timeline
 from migration.topology import pipeline_role
@@ -50,7 +49,6 @@ class Process:
     def __init__(self, config: Config, started: Started, world: World, clock: Clock,
                  on_end: Callable[[str], None]) -> None:
         self.config, self.world, self._started, self._on_end = config, world, started, on_end
-        self._start_iteration = started.start.iteration  # of this generation's slots
         self.options, self.samples = started.options, started.samples
         self.num_iterations = self.options.last_iteration(config.iterations)
         own = world.hellos[world.rank]
@@ -74,7 +72,7 @@ class Process:
         self.member.hold_at(self.options.schedule().holds)
         self._measure()
         self._controller: Controller | None = None
-        self._end_recording: Callable[[IterationResult], None] | None = None  # of a slot's first iteration
+        self._recording = SlotRecording(self.groups, self.timeline, self.options)
         if world.rank == 0:
             self._controller = self._make_controller(started.roster, 0)
         signal.signal(signal.SIGUSR2, lambda *_: self.member.vacate_own_host())
@@ -153,8 +151,8 @@ class Process:
             checkpoint.check(made)
         self.member.tell("READY", recovery=self.member.num_recoveries)
         record = self.member.wait_for(lambda: self.member.started)
-        folder, self._start_iteration = record["folder"], record["iteration"]
-        tags = {"slot": slot, "generation": generation, "iteration": self._start_iteration}
+        folder = record["folder"]
+        tags = {"slot": slot, "generation": generation, "iteration": record["iteration"]}
         with self.timeline.span("connect", phase, **tags):
             store = connect_store(tuple(record["store"]), _START_TIMEOUT_S)
             self.groups.prepare(generation, store, range(self.config.job_size), _START_TIMEOUT_S, beside_old=False)
@@ -169,35 +167,11 @@ class Process:
         if folder:
             with self.timeline.span("load", phase, **tags):
                 checkpoint.load(made, folder)
-        self.member.warm_roles.add(pipeline_role(self.config, slot))
-        if self.options.warm_up == "recorded" and not recording_path(self.options.run, slot).exists():
-            self._end_recording = self._record(made, from_seeds=not folder)
+        self._recording.begin(slot, from_seeds=not folder)
         if not folder:
             made.tie_embeddings()  # recorded: a joiner's first iteration needs the other stage's weights too
         self.member.tell("STARTED", iteration=made.iteration, recovery=self.member.num_recoveries)
         return made
-
-    def _record(self, made: Job, *, from_seeds: bool) -> Callable[[IterationResult], None]:
-        """From now on the slot's calls are recorded; returns what ends that, after the run's first iteration."""
-        recorder = Recorder(made.slot, self.options.record_limit_mib << 20, from_seeds=from_seeds)
-        undo = self.groups.replace(lambda handle: RecordingGroup(handle, handle.inner, recorder))
-
-        def end(result: IterationResult) -> None:
-            undo()
-            recording = recorder.finish(result.loss, result.grad_norm)
-            threading.Thread(target=self._save, args=(recording,), name="recording", daemon=True).start()
-
-        return end
-
-    def _save(self, recording: Recording) -> None:
-        """Beside training. Where it fails the log says so, and a joiner that waits for the file says that."""
-        try:
-            with self.timeline.span("save_recording", "TRAINING", slot=recording.slot) as span:
-                save_recording(recording, recording_path(self.options.run, recording.slot))
-                span.bytes = recording.kept_bytes
-            self.timeline.add_event("recording", recording.describe())
-        except OSError as error:
-            self.timeline.add_event("error", f"slot {recording.slot}: its recording can't be written: {error}")
 
     def hold_slot(self, made: Job) -> None:
         """This process is about to train in the slot."""
@@ -218,9 +192,8 @@ class Process:
     def report_progress(self, made: Job, result: IterationResult, time_s: float, own_s: float | None) -> None:
         """Tell the controller where training is; the first slot of the last stage adds the loss. `own_s`: None if the
         iteration was disturbed."""
-        if self._end_recording is not None:
-            self._end_recording(result)
-            self._end_recording = None
+        self._recording.end(result)
+        self.member.warm_roles.add(pipeline_role(self.config, made.slot))
         first_of_last_stage = self.config.job_size - self.config.tp * self.config.dp
         extra = {"loss": result.loss, "time_s": time_s} if made.slot == first_of_last_stage else {}
         if self._own_time is not None:
@@ -229,7 +202,12 @@ class Process:
         part = self.member.part
         if part is not None and part.prepared[1]:
             extra["prepared"] = part.prepared
-        self.member.tell("PROGRESS", iteration=made.iteration, **extra)
+        self.member.tell("PROGRESS", iteration=made.iteration, recovery=self.member.num_recoveries, **extra)
+
+    @property
+    def _start_iteration(self) -> int:
+        """Where the slots began, the last time that all of them did; also on a process that was a spare then."""
+        return int(self.member.started["iteration"]) if self.member.started else self._started.start.iteration
 
     def is_checkpoint_due(self, made: Job) -> bool:
         """Whether a checkpoint is saved before the iteration that `made` is at. The same on every slot's process."""
@@ -240,7 +218,8 @@ class Process:
         """Collective over the job, at a boundary: whoever holds the slots in its generation saves them."""
         start_s = self.timeline.clock()
         with self.timeline.span("save", "TRAINING", slot=made.slot, iteration=made.iteration) as span:
-            folder, span.bytes = checkpoint.save(made, self.options, self.world.hellos[0]["versions"])
+            folder, span.bytes = checkpoint.save(made, self.options, self.world.hellos[0]["versions"],
+                                                    self.member.check)
         if made.slot == 0:
             self.member.tell("CHECKPOINT", folder=str(folder), iteration=made.iteration, bytes=span.bytes,
                              time_s=self.timeline.clock() - start_s)
@@ -255,7 +234,9 @@ class Process:
             self.save_checkpoint(made)
         made.finish()
         if made.iteration == self.config.iterations:
-            for kind, digest in state.digests(state.capture(made)).items():
+            digests = state.digests(state.capture(made))
+            self.member.check()
+            for kind, digest in digests.items():
                 self.timeline.add_digest(made.slot, kind, digest)
         self.member.tell("FINISHED")
         self.member.wait_for(lambda: False)
@@ -302,7 +283,7 @@ class Process:
         """The training thread, out of all that it was at: what it held goes. Its slot may be another now, or none."""
         with self.timeline.span("leave", "RECOVERING") as span:
             self.member.begin_anew()
-            self._end_recording = None
+            self._recording.drop()
             job.close_aborted_job(self.groups)
             span.generation, span.slot = self.member.generation, -1 if self.member.slot is None else self.member.slot
 

@@ -58,7 +58,8 @@ class MoveRecord:
 
     def drop(self) -> None:
         """Nobody goes on with it, even if some members have acknowledged its commit."""
-        self.arrived_s, self.resumed_s = [], []
+        self.arrived_s, self.resumed_s, self.committed_s = [], [], math.nan
+        self.num_bytes = self.num_rebuilt = self.num_kept = 0
 
     @property
     def restored(self) -> str:

@@ -1,8 +1,8 @@
 """Unplanned failures: who is lost, and how the job goes on without them, in the processes that live.
 
 The controller's part; rebuilding.py is a process's. Every slot drops what it is at, spares take the slots of those
-lost, and the whole job is built anew as the next generation, as at the start of a run: all are READY, the controller serves a
-store, all have STARTED. It goes on from the newest checkpoint that is whole. Where that can't be done, the job ends and
+lost, and the whole job is built anew as the next generation, as at the start of a run: all are READY, the controller
+serves a store, all have STARTED. It goes on from the newest checkpoint that is whole. Where that can't be done, the job ends and
 may be started again (`requeue`). Control thread only.
 """
 from __future__ import annotations
@@ -20,6 +20,7 @@ from migration.world import Record
 
 _LOOK_AROUND_S = 1.8  # more than three heartbeats: how long a process may say nothing once another has failed
 _GATHER_S = 0.6  # more than a heartbeat: processes that die together are replaced together
+_RESTART_S = 1800.0  # at least: a large checkpoint is read in this time
 _LONGEST_TICK_S = 0.1  # what a tick counts at most: while this process stands still it hears nobody
 
 
@@ -75,6 +76,10 @@ class Recovery(Actions):
         self._num_done = 0  # iterations before it, of which none was done again so far
         self._to_finish_one: set[int] = set()  # world ranks whose first iteration since is awaited
 
+    def _send(self, rank: int, kind: str, **fields: Any) -> None:
+        if rank not in self._dead:
+            super()._send(rank, kind, **fields)
+
     # ---- a generation that all slots begin together
 
     def _on_ready(self, record: Record) -> None:
@@ -97,6 +102,8 @@ class Recovery(Actions):
             start = find_restart(start, self.options.checkpoints)  # nobody writes one now
             self._num_done = max([self._num_done, *self._positions.values()])
             self._tell_restart(start)
+            self._watch.set_deadline(max(_RESTART_S, self.options.prepare_deadline_s),
+                                     "connecting the new generation and loading the checkpoint")
         # what slots have said of their last generation is no more
         self._positions.clear()
         self._finished.clear()
@@ -150,6 +157,10 @@ class Recovery(Actions):
         self._dead.update({rank} if has_died else ())
         if rank in roster.lost or rank in self._suspects or self._ended:
             return
+        if rank == self.world.rank:  # its training thread hangs; nobody can be told to go on without the controller
+            self._end_job(f"world rank {rank} on {roster.hosts[rank]}, the controller's: {why}",
+                          requeue=self._can_go_on(True))
+            return
         if rank not in roster.holders:
             self._lose_spare(rank, why)
             return
@@ -167,8 +178,7 @@ class Recovery(Actions):
     def _tell_lost(self, rank: int, text: str) -> None:
         self.timeline.add_event("lost", text)
         self._say(text)
-        if rank not in self._dead:
-            self._send(rank, "END", code=1, finalize=False)  # if it only hangs, it must not stay behind
+        self._send(rank, "END", code=1, finalize=False)  # if it only hangs, it must not stay behind
 
     def _look_around(self, now_s: float) -> None:
         """At every tick: is a failure explained by a loss, and has everybody been found that is lost?"""

@@ -1,7 +1,7 @@
 """A slot's whole state from a leaver to its joiner: words over the wire, bytes over the pair's communicator.
 
-In place, in chunks, no pickle: each tensor's bytes go from where they lie to where they belong, and may be touched again
-when the call returns. Knows nothing of the protocol: another thread may abort the pair and close the wire.
+In place, in chunks, no pickle: each tensor's bytes go from where they lie to where they belong, and may be touched
+again when the call returns. Knows nothing of the protocol: another thread may abort the pair and close the wire.
 """
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def warm_up(member: Member, part: Part, job: Job) -> None:
 
 
 def _is_shadow_wanted(member: Member, part: Part) -> bool:
-    """Not where it would pay for what these processes have paid for; but a recorded one compares their arithmetic too."""
+    """Not where it would pay for what these processes have paid for; but a recorded one compares arithmetic too."""
     mode = member.options.warm_up
     return mode == "recorded" or (mode == "synthetic" and not part.are_joiners_warm)
 

@@ -180,8 +180,8 @@ class World:
         # MPICH only: with its default (UCX) and polling like ours, records between hosts stayed away in 5 of 14 runs
         # for as long as we waited; with OFI in none of 50
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-        # every process is a node of its own to MPI, as with the proxies of --np: with shared memory inside nodes, a busy
-        # machine's starts hung in MPI_Init (8 of 129; without it 0 of 123). OFI's other provider, "tcp", came up too,
+        # every process is a node of its own to MPI, as with the proxies of --np: with shared memory inside nodes, a
+        # busy machine's starts hung in MPI_Init (8 of 129; without it 0 of 123). OFI's other provider, "tcp", came up too,
         # but there a send to a process that has died never returns
         os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
         import mpi4py

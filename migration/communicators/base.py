@@ -97,8 +97,8 @@ class Communicator(ABC):
     def abort(self) -> None:
         """End every operation under way with an error. Not collective; from any thread; may be called twice."""
 
-    def wait_aborted(self) -> None:
-        """After `abort`: until it has given back what it held, or its deadline has passed, which is logged."""
+    def wait_aborted(self, timeout_s: float) -> None:
+        """After `abort`: until it has given back what it held, or `timeout_s` have passed, which is logged."""
 
     @abstractmethod
     def close(self) -> None:

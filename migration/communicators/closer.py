@@ -1,9 +1,9 @@
 """Closes communicators in the background, one after the other, in the order in which they were given."""
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 
 from migration.communicators.base import Communicator
 from migration.pacing import close_pause_s
@@ -21,22 +21,21 @@ class Closer:
     def __init__(self, pause_s: float, share: float = 1.0) -> None:
         self._pause_s, self._share = pause_s, share
         self._held: list[Communicator] = []
-        self._queue: queue.SimpleQueue[Communicator] = queue.SimpleQueue()
-        self._num_queued = 0
-        self._lock = threading.Lock()
+        self._queue: deque[Communicator] = deque()  # the first of them is being closed
+        self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._hurried = threading.Event()
 
     @property
     def num_waiting(self) -> int:
         with self._lock:
-            return len(self._held) + self._num_queued
+            return len(self._held) + len(self._queue)
 
     @property
-    def held(self) -> list[Communicator]:
-        """Those that may still be used: `release` has them closed."""
+    def unclosed(self) -> list[Communicator]:
+        """Those that may still be used, until `release`, and those whose turn hasn't come or isn't over."""
         with self._lock:
-            return list(self._held)
+            return [*self._held, *self._queue]
 
     def hold(self, communicator: Communicator) -> None:
         with self._lock:
@@ -52,26 +51,27 @@ class Closer:
             self._thread = threading.Thread(target=self._run, name="closer", daemon=True)
             self._thread.start()
         with self._lock:
-            self._num_queued += len(communicators)
-        for communicator in communicators:
-            self._queue.put(communicator)
+            self._queue.extend(communicators)
+            self._lock.notify_all()
 
     def hurry(self) -> None:
         """Somebody waits for what is queued, or needs its room: no more pauses until all of it is closed."""
         with self._lock:
-            if self._num_queued:
+            if self._queue:
                 self._hurried.set()
 
     def _run(self) -> None:
         last_s = 0.0
         while True:
-            communicator = self._queue.get()
+            with self._lock:
+                self._lock.wait_for(lambda: self._queue)
+                communicator = self._queue[0]
             self._hurried.wait(close_pause_s(last_s, self._share, self._pause_s))
             started_s = time.perf_counter()
             communicator.close()
             last_s = time.perf_counter() - started_s
             del communicator
             with self._lock:
-                self._num_queued -= 1
-                if not self._num_queued:
+                self._queue.popleft()
+                if not self._queue:
                     self._hurried.clear()

@@ -91,12 +91,12 @@ class NcclLife(Communicator):
         except Exception:  # nobody's work depends on this thread; the process may go on without the memory
             _log.exception("%s: abort", self.name)
 
-    def wait_aborted(self) -> None:
+    def wait_aborted(self, timeout_s: float) -> None:
         if self._aborting is None:
             return
-        self._aborting.join(self.policy.close_timeout_s)
+        self._aborting.join(timeout_s)
         if self._aborting.is_alive():
-            _log.warning("%s: not aborted after %s s; its memory isn't back", self.name, self.policy.close_timeout_s)
+            _log.warning("%s: not aborted after %.1f s more; its memory isn't back", self.name, timeout_s)
 
     def close(self) -> None:
         """Collective over the members if it was parked or connected: in one order on all of them.

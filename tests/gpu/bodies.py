@@ -221,7 +221,7 @@ def parked_memory(own: Rank, num_communicators: int = 8) -> dict[str, Any]:
     half_mib = used_mib(own, "half")
     for communicator in prepared[4:]:
         communicator.abort()
-        communicator.wait_aborted()
+        communicator.wait_aborted(30.0)
         communicator.close()
     aborted_mib = used_mib(own, "aborted")
     return {**{f"{name}_mib": values for name, values in steps.items()}, "stats": stats, "prepared_mib": prepared_mib,

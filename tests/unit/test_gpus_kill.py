@@ -39,7 +39,7 @@ def test_one_signal_is_one_recovery(run: Run, recoveries: list[object]) -> None:
 def test_a_job_that_can_not_recover_says_so_in_one_line() -> None:
     lost = {"error": "world rank 2 died\nand much more"}
     assert explain(lost, "its last words", was_killed=True) == (
-        "this version doesn't recover from a killed rank: world rank 2 died")
-    assert explain({}, "its last words", was_killed=True).endswith("rank: the job left no result")
+        "the job didn't recover: world rank 2 died")
+    assert explain({}, "its last words", was_killed=True).endswith("recover: the job left no result")
     assert explain(lost, "its last words", was_killed=False) == "its last words"
     assert explain({"recoveries": [RECOVERY]}, "its last words", was_killed=True) == "its last words"

@@ -14,6 +14,7 @@ from analysis.gpus_plan import (CPU, CYCLE, HOSTS, HOSTS_SWAPPED, OWN, SHARED, E
                                 build_layout, build_row, format_plan, share_s)
 from migration.arguments import parse_run
 from migration.arms import ARMS
+from migration.errors import UserError
 from migration.placement import place
 from migration.plan import check_moves, initial_roster, parse_vacate, plan_move, spread_hosts
 
@@ -107,7 +108,7 @@ def test_where_memory_is_short_it_is_the_largest_that_fits() -> None:
     assert small.state_bytes < LEAST_STATE_BYTES and small.used_bytes <= 0.85 * (24 << 30)
     larger = dataclasses.replace(small.config, num_layers=small.config.num_layers + 1)
     assert build_model(larger, OWN).used_bytes > 0.85 * (24 << 30)
-    with pytest.raises(ValueError, match="1.07 GB of a GPU for a process: too little for any model"):
+    with pytest.raises(UserError, match="1.07 GB of a GPU for a process: too little for any model"):
         choose(TP2, seconds=1e9, gib=1)
 
 

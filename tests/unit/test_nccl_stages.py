@@ -156,7 +156,7 @@ def test_who_is_not_resumed_is_aborted_whatever_the_policy(fake: FakeNccl, libra
     own = prepared(library, "parked", close_by="destroy", close_timeout_s=0.3)
     fake.hangs.add("ncclCommResume")
     own.close()
-    own.wait_aborted()
+    own.wait_aborted(30.0)
     assert "ncclCommDestroy" not in fake.log and fake.log.count("ncclCommAbort") == 1
 
 
@@ -230,16 +230,16 @@ def test_an_abort_while_it_is_activated_leaves_no_two_owners(fake: FakeNccl, lib
     threading.Timer(0.1, own.abort).start()
     with pytest.raises((Aborted, RuntimeError)):
         own.activate()
-    own.wait_aborted()
+    own.wait_aborted(30.0)
     own.close()
     assert own.inner is None and fake.log.count("ncclCommAbort") == 1 and "torch.abort" not in fake.log
 
 
 def test_an_abort_is_waited_for(fake: FakeNccl, library: Library) -> None:
     own = prepared(library, "lazy")
-    own.wait_aborted()  # nothing to wait for
+    own.wait_aborted(30.0)  # nothing to wait for
     own.abort()
-    own.wait_aborted()
+    own.wait_aborted(30.0)
     assert fake.log[-1] == "torch.abort"
 
 

@@ -136,7 +136,9 @@ class OneController(Recovery):
 
     def __init__(self, **options: Any) -> None:
         self.options = Options(run="run", **options)
-        self.world = SimpleNamespace(size=8, rank=0)
+        self.sent: list[int] = []
+        self.world = SimpleNamespace(size=8, rank=0, send=lambda rank, _record: self.sent.append(rank))
+        self.term = 0
         self.timeline = SimpleNamespace(add_event=lambda *_: None, clock=lambda: 0.0)
         self._tally, self._watch = MoveTally(ROSTER), Watch(8, beat_s=5.0, heartbeat_timeout_s=15.0)
         self._record = SimpleNamespace(recoveries=[], checkpoints=[], say=lambda _: None)
@@ -145,15 +147,11 @@ class OneController(Recovery):
         self._dead: set[int] = set()
         self._ticked_s, self._replace_at_s = time.monotonic(), 0.0
         self.done: list[Any] = []
-        self.sent: list[int] = []
 
     def _act(self, actions: tuple[Action, ...]) -> None:
         self.done += actions
         if Action.SEND_RECOVER in actions:
             self._failure = None
-
-    def _send(self, rank: int, kind: str, **_fields: Any) -> None:
-        self.sent.append(rank)
 
     def _end_job(self, error: str, code: int = 1, requeue: bool = False) -> None:
         self._ended = True
@@ -194,6 +192,13 @@ def test_a_failure_with_a_silent_process_is_its_consequence() -> None:
     controller.wait(2.0, (0, 1, 2, 4, 5, 6, 7))
     assert controller.done == [Action.SEND_RECOVER] and controller._tally.roster.holders == (0, 1, 2, 4)
     assert controller._record.recoveries[0]["lost"] == [3] and controller.sent == [3], "if it hangs it must end"
+
+
+def test_a_controller_whose_own_training_hangs_ends_the_job() -> None:
+    """Told to end itself, it would leave everybody without a verdict."""
+    controller = OneController()
+    controller._suspect(0, "it isn't ready")
+    assert controller.done == [("world rank 0 on a, the controller's: it isn't ready", 1)] and controller.sent == []
 
 
 def test_a_controller_that_stood_still_suspects_nobody() -> None:
@@ -237,12 +242,12 @@ def test_a_failure_of_the_generation_before_counts_for_nothing() -> None:
 
 def test_a_second_loss_in_a_recovery_needs_another_spare() -> None:
     controller = OneController()
-    for lost in (0, 1, 2):
+    for lost in (1, 2, 3):
         controller._suspect(lost, "gone")
         controller.wait(1.0, ALL)
     assert controller.done == [Action.SEND_RECOVER] * 3 and controller._tally.generation == 3
     assert controller._tally.phase is Phase.RECOVERING
-    for lost in (3, 4):
+    for lost in (4, 5):
         controller._suspect(lost, "gone")
     controller.wait(1.0, ALL)
     assert controller.done[3:] == [Action.FAIL_JOB] and "too few" in controller._tally.reason
