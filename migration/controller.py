@@ -119,8 +119,9 @@ class Controller(Recovery, Stopping, Leaving):
         except UserError as error:
             self._say(f"request refused: {error}")
 
-    def _on_cancel(self, _record: Record) -> None:
-        self._take_event(Event.CANCELLED, "cancelled")
+    def _on_cancel(self, record: Record) -> None:
+        if record["move"] == self._tally.number:  # else it comes too late, and another one is under way
+            self._take_event(Event.CANCELLED, "cancelled")
 
     def _on_arrived(self, record: Record) -> None:
         if record["move"] == self._tally.number and self._tally.phase is Phase.SWITCHING:

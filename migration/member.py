@@ -184,7 +184,7 @@ class Member(Rebuilding):
         if kind == "corrupt":
             self.report(part, Report.ACCEPTED, position + 1)
         if kind == "cancel":
-            self.tell("CANCEL")
+            self.tell("CANCEL", move=part.number)
         return kind not in ("hang", "corrupt")
 
     def _on_switch(self, record: Record) -> None:
@@ -314,5 +314,5 @@ class Member(Rebuilding):
         if kind == "hang":
             hang()
         if kind == "cancel":
-            self.tell("CANCEL")
+            self.tell("CANCEL", move=part.number)
         return kind

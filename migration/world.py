@@ -9,6 +9,7 @@ everybody), SIGUSR1 ignored (hydra sends it to survivors), errors returned.
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -20,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from migration.errors import UserError
@@ -81,6 +83,18 @@ def _init(mpi: Any) -> None:
     if code != mpi.SUCCESS or provided.value != mpi.THREAD_MULTIPLE:
         raise RuntimeError(f"MPI_Init_thread returned {code} and thread level {provided.value}, not "
                            f"{mpi.THREAD_MULTIPLE}")
+
+
+def _unname_shared_memory() -> None:
+    """Remove the names of MPICH's files in /dev/shm, 1 MiB a process, once everybody has mapped what it needs.
+
+    MPI_Finalize would do that, which no process here waits for; without a name the memory goes with the process.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/dev/shm/mpich_")
+        if path[1]:
+            with contextlib.suppress(FileNotFoundError):  # mapped in parts, or by others of this node too
+                os.unlink(path[1] + path[2])
 
 
 def split_record(data: bytes, max_bytes: int) -> list[bytes]:
@@ -202,6 +216,7 @@ class World:
         except Exception as error:  # everybody must hear of it, or they would wait here for ever
             own = {"error": f"world rank {self.rank} on {socket.gethostname()}: {traceback.format_exc().strip()}"}
         self.hellos = self._comm.allgather(own)
+        _unname_shared_memory()
         wrong = [h["error"] for h in self.hellos if "error" in h]
         if wrong:
             raise UserError(wrong[0])

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support import Case, Harness, Undisturbed, assert_equal, refused, undisturbed  # noqa: F401
 
 from analysis.log import read_run
@@ -27,6 +28,16 @@ def experiment(harness: Harness, folder: Path, name: str, *arguments: str) -> di
     return json.loads((folder / f"{name}.json").read_text())
 
 
+def check_restart(folder: Path, iteration: int, parts: dict[str, float]) -> None:
+    """The total is the wall time from the last iteration before to the first one after, and nothing is lost."""
+    before, after = read_run(folder / "before"), read_run(folder / "after")
+    first = after.iterations[after.iterations["iteration"] == iteration]
+    stopped_s = max(before.iterations["start_s"] + before.iterations["time_s"])
+    assert parts["total_s"] == pytest.approx(max(first["start_s"] + first["time_s"]) - stopped_s)
+    assert after.iterations["iteration"].min() == iteration and before.iterations["iteration"].max() == iteration - 1
+    assert before.hosts != after.hosts and parts["num_bytes"] > 10_000
+
+
 def test_ablation_has_every_arm_and_the_restart(harness: Harness, tmp_path: Path) -> None:
     folder = tmp_path / "ablation"
     figures = experiment(harness, folder, "ablation", *SMALL_RANK, "--rounds", "1", "--spacing", "6")
@@ -38,7 +49,8 @@ def test_ablation_has_every_arm_and_the_restart(harness: Harness, tmp_path: Path
     assert ahead == {name: name == "full" for name in ARMS}
     (name, parts), = figures["restarts"]
     full = next(arm for arm in figures["arms"] if arm["arm"] == "full")
-    assert name == "save_and_restart" and parts["total_s"] > parts["save_s"] > 0
+    assert name == "save_and_restart" and all(seconds > 0 for key, seconds in parts.items() if key.endswith("_s")), parts
+    check_restart(folder / "restart0", 6, parts)
     ratios = {target["name"]: target["value"] for target in figures["targets"]}
     assert ratios["downtime, save_and_restart over full"] == parts["total_s"] / full["downtime_s"]
     assert (folder / "ablation.png").stat().st_size > 10_000
