@@ -132,7 +132,7 @@ class MoveTally:
         if plan is None:
             return self.event(Event.SLOT_LOST, reason)
         actions = self.event(Event.SLOT_REPLACED, reason)
-        self.reason = aborted_by or reason  # of the move under way, if there is one
+        self.reason = f"{aborted_by}; {reason}" if aborted_by else reason  # of the move under way, if there is one
         self.roster = before.replaced(plan)
         self.generation += 1
         self.plan, self.position, self._waiting = None, None, set()

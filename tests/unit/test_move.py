@@ -200,7 +200,7 @@ def test_a_spare_takes_the_slot_of_a_lost_process(phase: Phase) -> None:
     """Whatever the move had come to, it is over; its leavers keep their slots, and its joiners are spares again."""
     move = advance_to(phase)
     generation, plan = move.generation, plan_recovery(move.recoverable.without(0))
-    why = move.reason if phase is Phase.ABORTED else "killed"  # the move was over already
+    why = f"{move.reason}; killed" if phase is Phase.ABORTED else "killed"  # where the move was over already
     assert why and plan is not None and plan.to_json() == "[[0,0,4]]"
     drops = () if phase in (Phase.TRAINING, Phase.RECOVERING) else (Action.DROP_MOVE,)
     assert move.lose_slots([0], "killed", plan) == (*drops, Action.SEND_RECOVER)
