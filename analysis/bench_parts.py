@@ -21,7 +21,6 @@ from analysis.results import Figure, Section, build_markdown, read_sections, rep
 from migration.errors import UserError
 from migration.placement import DEFAULTS
 
-PARK_SINCE = (2, 30, 3)  # NCCL
 EQUAL = "Losses, gradient norms and final digests equal those of the same job left alone, bit for bit."
 _FAILED = "Part %s, which failed"
 _LEAST_S = 5.0  # nothing is begun with less
@@ -46,7 +45,7 @@ class Bench:
 
     @property
     def can_park(self) -> bool:
-        return self.on_gpu and tuple(map(int, self.machine.nccl.split("."))) >= PARK_SINCE
+        return self.machine.can_park
 
     @property
     def environment(self) -> dict[str, str]:

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from types import TracebackType
 
 PERIOD_S = 0.25
-# asked again and again: what nvidia-smi prints in a loop of its own waits in a buffer, and is lost when it is ended
-_QUERY = ("nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits")
 _QUERY_TIMEOUT_S = 20.0
 
 Sample = tuple[float, int, float]  # unix seconds, GPU's index, MiB
@@ -42,25 +40,28 @@ class MemorySampler:
     def _poll(self) -> None:
         try:
             while not self._ended.wait(PERIOD_S):
-                self.samples += _ask_smi() if self._on_gpu else _ask_machine()
-        except (OSError, subprocess.SubprocessError, ValueError) as error:  # raised at the end of the context
+                self.samples += _ask_gpus() if self._on_gpu else _ask_machine()
+        except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:  # raised at the end of the context
             self._error = error
 
 
-def _ask_smi() -> list[Sample]:
-    done = subprocess.run(_QUERY, text=True, stdin=subprocess.DEVNULL, capture_output=True, check=True,
-                          timeout=_QUERY_TIMEOUT_S)
-    rows = (line.split(",") for line in done.stdout.splitlines() if line.strip())
-    return [(time.time(), int(index), float(used)) for index, used in rows]
+def _ask_gpus() -> list[Sample]:
+    # asked again and again: what nvidia-smi prints in a loop of its own waits in a buffer, and is lost when it is ended
+    return [(time.time(), int(index), float(used)) for index, used in ask_smi("index", "memory.used")]
 
 
 def free_gpu_bytes() -> int:
     """Of the GPU that has least. Raises RuntimeError if nvidia-smi doesn't say."""
-    command = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    return min(int(free) for free, in ask_smi("memory.free")) * 2**20
+
+
+def ask_smi(*fields: str) -> list[list[str]]:
+    """These fields of every GPU, sizes in MiB. Raises RuntimeError if nvidia-smi doesn't say."""
+    command = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     done = subprocess.run(command, text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=_QUERY_TIMEOUT_S)
     if done.returncode or not done.stdout.strip():
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
-    return min(int(line) for line in done.stdout.split()) * 2**20
+    return [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 
 def _ask_machine() -> list[Sample]:

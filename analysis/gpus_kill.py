@@ -20,7 +20,7 @@ from analysis.log import Run, read_run
 from analysis.results import Figure, Section
 from migration.checkpoint_files import list_complete
 from migration.errors import UserError
-from migration.footprint import FOLDER
+from migration.footprint import read_footprint
 
 TITLE = "A killed rank"
 _LOOK_S = 0.1
@@ -86,8 +86,9 @@ def _kill_when_saved(run: Path, has_ended: Callable[[], bool], checkpoints: Path
     while not has_ended() and time.monotonic() < ends_s:
         complete = list_complete(checkpoints) if checkpoints.is_dir() else []
         if complete and _last_iteration(run) >= complete[-1][0] + every // 2:
-            pid = json.loads((run / FOLDER / f"w{victim:04d}.json").read_text())["pid"]
-            os.kill(pid, signal.SIGKILL)
+            footprint = read_footprint(str(run), victim)
+            assert footprint is not None, f"world rank {victim} trains and has left none"
+            os.kill(footprint.pid, signal.SIGKILL)
             return time.time()
         time.sleep(_LOOK_S)
     why = "the job had ended" if has_ended() else "time ran out"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from analysis import gpus_ablation, gpus_kill
 from analysis.ablation import MOST_ITERATIONS, MOST_PARKED, MOST_WHILE_STREAMING, compute_parked
-from analysis.bench_parts import EQUAL, PARK_SINCE, Bench
+from analysis.bench_parts import EQUAL, Bench
 from analysis.flatness import flatness_figures, look_after
 from analysis.gpu_moves import Arm, RunFailed, figures_of, inequality
 from analysis.gpus_model import Model, choose_model
@@ -20,6 +20,7 @@ from analysis.gpus_plan import Layout, Row, Shape, as_settings, build_row
 from analysis.log import Run, read_run
 from analysis.moves import MoveFigures
 from analysis.results import Figure, Section
+from nccl_bindings.library import first_version
 
 FEWEST_MOVES = 3  # of b0, b1 and b2
 _OF_MOVES = ("setup, request to ready", "downtime", "groups rebuilt", "groups kept", "state",
@@ -118,7 +119,7 @@ def switches(site: Site) -> Iterable[Section]:
             f"Making room for new communicators, {shape.name}", figures, *commands,
             problem="; ".join(filter(None, problems)),
             notes=("" if any(problems) else EQUAL, "" if site.bench.can_park else
-                   f"Not parked: that takes GPUs and NCCL {'.'.join(map(str, PARK_SINCE))}."))
+                   f"Not parked: that takes GPUs and NCCL {first_version('park')}."))
 
 
 def _switch_figures(site: Site, arm: Arm, name: str) -> list[Figure]:

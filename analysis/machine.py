@@ -13,6 +13,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from analysis.device_memory import ask_smi
+
 _ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 120.0  # the first import of torch from a cold disk
 
@@ -30,6 +32,7 @@ class Machine:
     python: str
     cores: int
     code: str  # digest of this repository's sources
+    can_park: bool = False  # GPUs with an NCCL that has it
 
     def describe(self) -> str:
         """One line for a table of results."""
@@ -53,22 +56,21 @@ def _look() -> Machine:
     import torch
 
     from migration.versions import collect_versions
+    from nccl_bindings.library import load, version_text
     versions = collect_versions()
     gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    library = load(os.environ.get("LM_NCCL")) if gpus else None
     return Machine(date=datetime.date.today().isoformat(), gpus=gpus, driver=_driver() if gpus else "none",
-                   torch=torch.__version__, nccl=_nccl() if gpus else "none", megatron_core=versions["megatron_core"],
+                   can_park=library is not None and library.has("park"), torch=torch.__version__,
+                   nccl=version_text(library.version) if library else "none", megatron_core=versions["megatron_core"],
                    python=platform.python_version(), cores=len(os.sched_getaffinity(0)), code=versions["code"])
 
 
 def _driver() -> str:
-    done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True,
-                          stdin=subprocess.DEVNULL, capture_output=True, timeout=30.0)
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else "unknown"
-
-
-def _nccl() -> str:
-    from nccl_bindings.library import load, version_text
-    return version_text(load(os.environ.get("LM_NCCL")).version)
+    try:
+        return ask_smi("driver_version")[0][0]
+    except RuntimeError:
+        return "unknown"
 
 
 if __name__ == "__main__":

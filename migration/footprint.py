@@ -104,10 +104,10 @@ def find_processes(run: str) -> dict[int, Found]:
                        command=" ".join(_arguments(pid))[:100]) for pid in sorted(pids - not_ours)}
 
 
-def is_alive(found: Found) -> bool:
+def is_alive(process: Found | Footprint) -> bool:
     """Whether this very process still lives; another one with its pid isn't it."""
-    stat = read_stat(found.pid)
-    return stat is not None and stat.state != "Z" and stat.start_ticks == found.start_ticks
+    stat = read_stat(process.pid)
+    return stat is not None and stat.state != "Z" and stat.start_ticks == process.start_ticks
 
 
 # ---- /proc

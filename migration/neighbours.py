@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from migration.footprint import read_footprint, read_stat
+from migration.footprint import Footprint, is_alive, read_footprint
 
 _NUM_WATCHED = 4
 
@@ -19,17 +19,12 @@ class Neighbours:
         """`machines`: of each world rank."""
         here = [rank for rank, machine in enumerate(machines) if machine == machines[world_rank]]
         at = here.index(world_rank)
-        self._watched = {}
+        self._watched: dict[int, Footprint] = {}
         for rank in [*here[at + 1:], *here[:at]][:_NUM_WATCHED]:
             footprint = read_footprint(run, rank)
-            if footprint is not None and self._lives(footprint.pid, footprint.start_ticks):
-                self._watched[rank] = (footprint.pid, footprint.start_ticks)
+            if footprint is not None and is_alive(footprint):
+                self._watched[rank] = footprint
 
     def gone(self) -> list[int]:
         """World ranks of those that have ended, for whatever reason."""
-        return [rank for rank, process in self._watched.items() if not self._lives(*process)]
-
-    @staticmethod
-    def _lives(pid: int, start_ticks: int) -> bool:
-        stat = read_stat(pid)
-        return stat is not None and stat.state != "Z" and stat.start_ticks == start_ticks
+        return [rank for rank, footprint in self._watched.items() if not is_alive(footprint)]

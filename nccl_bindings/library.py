@@ -55,6 +55,11 @@ def version_text(version: int) -> str:
     return f"{version // 10000}.{version % 10000 // 100}.{version % 100}"
 
 
+def first_version(name: str) -> str:
+    """Of the versions that have this feature, as text."""
+    return version_text(_BY_NAME[name].first_version)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
     """A loaded NCCL. `handle` gives its symbols as ctypes functions."""
@@ -71,7 +76,7 @@ class Library:
         """Raises MissingFeature with the version that has it."""
         if not self.has(name):
             raise MissingFeature(f"NCCL {version_text(self.version)} ({self.path}) can't do {name}: it comes with "
-                                 f"{version_text(_BY_NAME[name].first_version)}")
+                                 f"{first_version(name)}")
 
 
 def load(path: str | None = None) -> Library:
