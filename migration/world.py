@@ -85,7 +85,7 @@ def _init(mpi: Any) -> None:
                            f"{mpi.THREAD_MULTIPLE}")
 
 
-def _unname_shared_memory() -> None:
+def unname_shared_memory() -> None:
     """Remove the names of MPICH's files in /dev/shm, 1 MiB a process, once everybody has mapped what it needs.
 
     MPI_Finalize would do that, which no process here waits for; without a name the memory goes with the process.
@@ -138,6 +138,7 @@ class World:
         self._thread = threading.Thread(target=self._run, args=(hello,), name="control", daemon=True)
         self._thread.start()
         if not self._ready.wait(timeout_s):
+            unname_shared_memory()
             raise TimeoutError(f"MPI did not come up on {socket.gethostname()} in {timeout_s:g} s: a process of the "
                                "world was never started, hangs, or can't be reached from here; start one process a "
                                "host to see which")
@@ -216,7 +217,7 @@ class World:
         except Exception as error:  # everybody must hear of it, or they would wait here for ever
             own = {"error": f"world rank {self.rank} on {socket.gethostname()}: {traceback.format_exc().strip()}"}
         self.hellos = self._comm.allgather(own)
-        _unname_shared_memory()
+        unname_shared_memory()
         wrong = [h["error"] for h in self.hellos if "error" in h]
         if wrong:
             raise UserError(wrong[0])

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from migration.forkserver import ADDRESS_VARIABLE, forked_here, hand_over
 from migration.launch import launch
+from migration.world import unname_shared_memory
 
 
 def preload() -> None:
@@ -37,6 +38,7 @@ def run(argv: list[str]) -> int:
     if "PMI_RANK" in os.environ:
         from mpi4py import MPI
         MPI.COMM_WORLD.Barrier()
+        unname_shared_memory()
     _write(Path(folder), os.environ.get("PMI_RANK", "0"), _describe())
     threading.Event().wait()
     return 1
@@ -50,6 +52,7 @@ def _end_as_rank(folder: Path, mode: str) -> NoReturn:
     _write(folder, str(world.rank), _describe() | {"size": world.size, "rank": world.rank, "sum": total})
     print(f"rank {world.rank} was here", flush=True)
     world.Barrier()
+    unname_shared_memory()
     if world.rank == 0 and mode != "no_result":
         (folder / "result.json").write_text(json.dumps({"status": "completed" if mode == "ranks" else "failed"}))
     os._exit(0)
