@@ -12,16 +12,14 @@ import os
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from migration.arguments import parse_run
-from migration.config import Config
-from migration.errors import UserError
+from migration.errors import UserError  # nothing else here: a process that a fork server's copy stands for is light
 from migration.forkserver import ADDRESS_VARIABLE, forked_here, hand_over
 
 if TYPE_CHECKING:
+    from migration.config import Config
     from migration.job import Job
     from migration.process import Process
     from migration.world import World
@@ -71,6 +69,7 @@ def live(process: Process, config: Config) -> None:
                 process.begin_anew()
             serve(process, config)
         except BaseException as error:  # the controller ends them all, or has every slot built anew
+            import traceback
             process.fail(error, traceback.format_exc())
 
 
@@ -92,6 +91,7 @@ def serve(process: Process, config: Config) -> None:
 
 def run_process(argv: list[str]) -> int:
     """One MPI process of a run. Ends by os._exit from the control thread, or returns 2 for a user's error."""
+    from migration.arguments import parse_run
     from migration.timeline import Clock
     from migration.world import World
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until this process knows its host
@@ -168,7 +168,6 @@ def end(code: int) -> int:
 
 def main(argv: list[str]) -> int:
     """Dispatch: a command, an experiment, the launcher (--np), or one process under mpirun."""
-    from migration import commands
     if any(argument.partition("=")[0] == "--experiment" for argument in argv):
         from analysis.experiments import main as run_experiment
         return run_experiment(argv)
@@ -178,17 +177,19 @@ def main(argv: list[str]) -> int:
     under_launcher = bool(launchers) and not (starts_itself and launchers == ["SLURM_PROCID"])
     if under_launcher and own_rank() > 0 and not {"-h", "--help", "--list-profiles"}.isdisjoint(argv):
         return 0  # rank 0 shows it
-    if argv and argv[0] in commands.COMMANDS and not (argv[0] == "check" and under_launcher):
+    is_run = not argv or argv[0].startswith("-")
+    if under_launcher and (is_run or argv[0] == "check") and "--list-profiles" not in argv:
+        if ADDRESS_VARIABLE in os.environ and not forked_here():
+            hand_over(os.environ[ADDRESS_VARIABLE], argv)
+        return run_process(argv)
+    from migration import commands
+    if not is_run and argv[0] in commands.COMMANDS:
         return commands.run(argv)
-    if argv and not argv[0].startswith("-") and argv[0] != "check":
+    if not is_run:
         raise UserError(f"{argv[0]}: there is no such command; commands are {', '.join(commands.COMMANDS)}; a run "
                         "takes options only (see python harness.py --help)")
     if "--list-profiles" in argv:
         return commands.list_profiles(argv)
-    if under_launcher and ADDRESS_VARIABLE in os.environ and not forked_here():
-        hand_over(os.environ[ADDRESS_VARIABLE], argv)
-    if under_launcher:
-        return run_process(argv)
     return commands.launch_run(argv)
 
 
