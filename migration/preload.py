@@ -40,5 +40,6 @@ def preload() -> None:
     import megatron.core.pipeline_parallel  # noqa: F401
     import migration.arguments  # noqa: F401 - these take a process 0.2 s of a core
     import migration.bringup  # noqa: F401
+    import migration.model  # noqa: F401
     import migration.process  # noqa: F401
     import migration.standby  # noqa: F401

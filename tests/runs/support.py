@@ -29,7 +29,7 @@ Undisturbed = Callable[["Case"], Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A job: a profile on virtual hosts of two processes each, with settings."""
+    """A job: a profile on virtual hosts of two processes each, with settings. A pipeline stage has two layers."""
 
     profile: str = "tiny_TP2_PP1"
     settings: tuple[str, ...] = ()
@@ -39,10 +39,15 @@ class Case:
     def job_size(self) -> int:
         return JOB_SIZES[self.profile]
 
+    @property
+    def changes(self) -> list[str]:
+        """Arguments: what is different from the profile."""
+        layers = ("num_layers=2",) if self.profile.endswith("PP1") else ()
+        return [a for s in (f"iterations={self.iterations}", *layers, *self.settings) for a in ("--set", s)]
+
     def arguments(self, num_processes: int) -> list[str]:
         hosts = ",".join(f"b{i}" for i in range(num_processes // 2))
-        settings = [f"iterations={self.iterations}", *self.settings]
-        return ["--profile", self.profile, "--hosts", hosts, *DEADLINES, *(a for s in settings for a in ("--set", s))]
+        return ["--profile", self.profile, "--hosts", hosts, *DEADLINES, *self.changes]
 
 
 # A long job of short iterations, for what is asked for, or is under way, while it trains.

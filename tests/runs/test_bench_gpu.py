@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(600)
 def test_every_part_but_the_large_one(fork_server: ForkServer, tmp_path: Path) -> None:
     small = ["--iterations", "10", "--rounds", "5", "--beside-rounds", "2", "--prepare-share", "0.01", "--alone", "3",
-             "--stride", "2", "--compare", "40", "--repeats", "2", "--arms", "connected,naive"]
+             "--stride", "2", "--compare", "40", "--repeats", "2", "--arms", "connected,naive", "--set", "num_layers=2"]
     command = [sys.executable, "-m", "analysis.bench_gpu", "--device", "cpu", "--out", str(tmp_path), *small]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", ADDRESS_VARIABLE: fork_server.address}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,

@@ -75,7 +75,8 @@ def test_scale_rebalance_and_m24(harness: Harness, tmp_path: Path) -> None:
 def test_a_straggler_is_found_and_moved_away(harness: Harness, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """The slow process is named, its host vacated, and nothing but time has changed."""
     case = Case(iterations=60)
-    figures = experiment(harness, tmp_path / "straggler", "straggler", "--slow", "3:4@8", "--auto-evict")
+    figures = experiment(harness, tmp_path / "straggler", "straggler", "--slow", "3:4@8", "--auto-evict",
+                         *case.changes)
     run = read_run(tmp_path / "straggler" / "job")
     assert figures["slowed"].startswith("slot 3: this process works 4 times as long from iteration 8 on")
     assert figures["told"][0].startswith("slot 3 (world rank 3) on b1 is slow: "), figures["told"]

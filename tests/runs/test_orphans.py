@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from running import Finished, Running, assert_nothing_left
-from support import LONG, Case, last_iteration, pid_of
+from support import Case, last_iteration, pid_of
 
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
 from migration.options import REQUEUE_CODE
@@ -117,14 +117,6 @@ def test_lost_slot_fails_the_run(start_harness: Start) -> None:
     assert "world rank 4 on e is lost: " in result["error"] and "; 0 spares are too few to go on" in result["error"]
     assert [recovery["lost"] for recovery in result["recoveries"]] == [[3]]
     assert sum("world rank 4 on e is lost" in line for line in finished.err.splitlines()) == 1, finished.err
-
-
-def test_lost_spare_ends_nothing(start_harness: Start) -> None:
-    job = start_harness(*LONG.arguments(8), *TIMEOUTS)
-    job.wait_for(lambda: last_iteration(job.run) >= 1, "iteration 1 to end")
-    os.kill(pid_of(job.run, 7), signal.SIGKILL)
-    finished = job.wait()
-    assert finished.rc == 0, finished.err
 
 
 def test_stopped_controller_is_noticed(start_harness: Start) -> None:

@@ -19,7 +19,7 @@ from migration.forkserver import ADDRESS_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("migration", "analysis", "nccl_bindings", "third_party")
-CASE = Case(iterations=8)
+CASE = Case(profile="tiny_TP1_PP2", iterations=8)
 DEADLINES = ("--prepare-deadline", "10", "--switch-deadline", "5")
 RAISE = ("--fault", "raise@2:PREPARING")
 RunCopy = Callable[..., tuple[int, str, dict]]
@@ -33,15 +33,15 @@ def run_copy(tmp_path: Path) -> Iterator[RunCopy]:
     def run(missing: tuple[str, str] | None, *args: str) -> tuple[int, str, dict]:
         copy = tmp_path / "copy"
         for name in COPIED:
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, copy / name)  # compiled files too: Python sees which are out of date
         shutil.copy(ROOT / "harness.py", copy)
         if missing:
             with (copy / "migration" / "protocol.py").open("a") as file:
                 file.write(f"\ndel TABLE[Phase.{missing[0]}, Event.{missing[1]}]\n")
         # Not the session's fork server: it has imported the code that lacks nothing.
         env = {name: value for name, value in os.environ.items() if name not in (ADDRESS_VARIABLE, "PYTHONPATH")}
-        command = [sys.executable, str(copy / "harness.py"), "--np", "8", *CASE.arguments(8), *DEADLINES,
-                   *vacate("b1->b3@4"), *args, "--run", str(tmp_path / "run")]
+        command = [sys.executable, str(copy / "harness.py"), "--np", "6", *CASE.arguments(6), *DEADLINES,
+                   *vacate("b1->b2@4"), *args, "--run", str(tmp_path / "run")]
         job = Running(command, run=tmp_path / "run", env=env)
         started.append(job)
         finished = job.wait(120)

@@ -40,8 +40,7 @@ def start_job(cluster: Cluster, tmp_path: Path, fork_server: ForkServer) -> Iter
     def start(case: Case, *arguments: str, by: str = "salloc") -> Running:
         run = tmp_path / f"run{len(started)}"
         step = [*SRUN, sys.executable, str(HARNESS), "--profile", case.profile, "--slurm-poll", "0.5", *arguments,
-                *(word for setting in (f"iterations={case.iterations}", *case.settings) for word in ("--set", setting)),
-                "--run", str(run)]
+                *case.changes, "--run", str(run)]
         if by == "salloc":
             command = ["salloc", *ALLOCATION, *step]
         else:

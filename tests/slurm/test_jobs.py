@@ -28,11 +28,6 @@ SHORT = Case(iterations=12)
 B1_TO_B3 = [[2, 2, 6], [3, 3, 7]]  # slot, leaver, joiner: the hosts are Slurm's nodes, in its order
 
 
-def settings(case: Case) -> list[str]:
-    """Arguments of the case; its profile is the default one."""
-    return [word for value in (f"iterations={case.iterations}", *case.settings) for word in ("--set", value)]
-
-
 def result_of(job: SlurmJob, state: str = "COMPLETED") -> dict:
     assert job.wait() == state, job.out[-3000:]
     result = json.loads((job.run() / "result.json").read_text())
@@ -43,7 +38,7 @@ def result_of(job: SlurmJob, state: str = "COMPLETED") -> dict:
 def test_a_batch_job_vacates_a_node_on_request(submit: Submit, undisturbed: Callable[[Case], Path],
                                                capsys: pytest.CaptureFixture[str]) -> None:
     twin = undisturbed(LONG)
-    job = submit(*settings(LONG))
+    job = submit(*LONG.changes)
     job.wait_for(lambda: last_iteration(job.run()) >= 2, "iteration 2")
     asked = subprocess.run([sys.executable, str(ROOT / "harness.py"), "request", "--run", str(job.run()), "--vacate",
                             "b1", "--wait"], capture_output=True, text=True, timeout=200)
@@ -62,7 +57,7 @@ def test_a_job_whose_time_is_over_is_requeued_and_goes_on(submit: Submit, undist
                                                           cluster: Cluster, tmp_path: Path) -> None:
     """Slurm's signal ahead of the limit comes to the batch shell; what follows is the script's and the job's doing."""
     twin = undisturbed(LONG)
-    job = submit(*settings(LONG), site=f'checkpoints = "{tmp_path}/checkpoints"')
+    job = submit(*LONG.changes, site=f'checkpoints = "{tmp_path}/checkpoints"')
     job.wait_for(lambda: last_iteration(job.run()) >= 2, "iteration 2")
     cluster.command("scancel", "--batch", "--signal=USR1", str(job.id))
     job.wait_for(lambda: (job.run() / "result.json").exists(), "the first run's end")
@@ -79,7 +74,7 @@ def test_a_job_that_loses_a_process_is_requeued_from_its_checkpoint(submit: Subm
                                                                    undisturbed: Callable[[Case], Path]) -> None:
     """No spare takes its slot. Nobody does anything: the script asks for the verdict, and Slurm starts it again."""
     twin = undisturbed(LONG)
-    job = submit(*settings(LONG), "--checkpoint-every", "4", "--recover", "off",
+    job = submit(*LONG.changes, "--checkpoint-every", "4", "--recover", "off",
                  site=f'checkpoints = "{tmp_path}/checkpoints"')
     job.wait_for(lambda: last_iteration(job.run()) >= 9, "iteration 9")
     (lost,) = [footprint for footprint in read_footprints(str(job.run())) if footprint.world_rank == 3]
@@ -96,14 +91,14 @@ def test_a_job_that_loses_a_process_is_requeued_from_its_checkpoint(submit: Subm
 
 @pytest.mark.parametrize("options", [("--launcher", "mpirun"), ("--salloc",)], ids=["mpirun", "salloc"])
 def test_other_ways_to_start(options: tuple[str, ...], submit: Submit, undisturbed: Callable[[Case], Path]) -> None:
-    job = submit(*settings(SHORT), "--vacate", "b1@6", "--hold", options=options)
+    job = submit(*SHORT.changes, "--vacate", "b1@6", "--hold", options=options)
     assert_moves(result_of(job), [(6, B1_TO_B3)])
     assert_equal(SHORT, undisturbed(SHORT), job.run())
 
 
 def test_a_cancelled_job_leaves_no_process(submit: Submit, cluster: Cluster) -> None:
     """The copies that share imports are no children of the step, and must end with it all the same."""
-    job = submit(*settings(LONG))
+    job = submit(*LONG.changes)
     job.wait_for(lambda: last_iteration(job.run()) >= 0, "the first iteration")
     assert len(find_processes(job.run())) >= 16  # light processes and their copies
     cluster.command("scancel", str(job.id))
