@@ -44,8 +44,11 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(RUN) harness.py demo
 
-# Each part prints its own closing line, and the first that fails ends make with its exit code.
-test: test-unit test-mpi test-runs slurm-test
+# Each part prints its own closing line; one that fails makes make fail. Those on a Slurm mostly wait for it, so the others
+# that don't wait run beside them; whole runs have the machine for themselves.
+test: setup
+	@tests/beside.sh '$(MAKE) slurm-test' '$(MAKE) test-unit test-mpi'
+	@$(MAKE) test-runs
 
 test-unit: setup
 	$(RUN) -m pytest -q tests/unit

@@ -89,6 +89,6 @@ def test_a_daemon_that_ends_at_once_is_reported_with_its_last_words(
         need_slurm: None, cluster_folder: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local.LocalConf, "slurm_conf", lambda self: "ClusterName=local\nNoSuchKey=1\n")
     folder = cluster_folder()
-    with pytest.raises(UserError, match="slurmctld ended while it came up; .*NoSuchKey"):
+    with pytest.raises(UserError, match=r"slurm(ctld|d\.b\d) ended while it came up; .*NoSuchKey"):
         local.up(folder)
     assert daemons.find_tasks(folder / "slurm.conf") == []
