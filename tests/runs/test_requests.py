@@ -121,14 +121,15 @@ def test_request_during_a_move_is_queued_before_one_that_training_waits_for(
     Training is held for the last move before the queued one is ready: that takes effect there, and then the last too.
     """
     case = Case(settings=("num_microbatches=1",))
-    job = start_harness(*case.arguments(8), *vacate("b1->b3@6", "b2->b0@12"), "--lead", "0", "--slow-joiner", "4")
+    job = start_harness(*case.arguments(10), *vacate("b1->b3@6", "b2->b4@12"), "--lead", "0", "--slow-joiner", "4",
+                        np=10)
     wait_for_iteration(job, 4)  # the first move begins
     assert ask(harness, job, "request", "--vacate", "b0->b1").rc == 0
     under_way = status(harness, job)
-    assert under_way["phase"] != "TRAINING" and under_way["queued"] == ["b0->b1", "b2->b0@12"], under_way
+    assert under_way["phase"] != "TRAINING" and under_way["queued"] == ["b0->b1", "b2->b4@12"], under_way
     result = completed(job.wait())
-    assert [move["request"] for move in result["moves"]] == ["b1->b3@6", "b0->b1", "b2->b0@12"]
-    assert_moves(result, [(6, [[2, 2, 6], [3, 3, 7]]), (12, [[0, 0, 2], [1, 1, 3]]), (12, [[4, 4, 0], [5, 5, 1]])])
+    assert [move["request"] for move in result["moves"]] == ["b1->b3@6", "b0->b1", "b2->b4@12"]
+    assert_moves(result, [(6, [[2, 2, 6], [3, 3, 7]]), (12, [[0, 0, 2], [1, 1, 3]]), (12, [[4, 4, 8], [5, 5, 9]])])
     assert_equal(case, undisturbed(case), job.run)
 
 
