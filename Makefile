@@ -44,8 +44,8 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(RUN) harness.py demo
 
-# Each part prints its own closing line; one that fails makes make fail. Those on a Slurm mostly wait for it, so the others
-# that don't wait run beside them; whole runs have the machine for themselves.
+# Each part prints its own closing line; one that fails makes make fail. The tests on a Slurm mostly wait for it, so the
+# unit tests and those in 4 ranks run beside them; whole runs have the machine for themselves.
 test: setup
 	@tests/beside.sh '$(MAKE) slurm-test' '$(MAKE) test-unit test-mpi'
 	@$(MAKE) test-runs
