@@ -1,51 +1,41 @@
 """A process's part in moves: what it does when the controller says so.
 
-Records come in on the control thread (`on_record`), communicators are built on a prepare thread, and where the training
-thread may stop is in stops.py. Knows nothing of MPI (world.py) and decides nothing (controller.py).
+Records come in on the control thread (`on_record`); what other threads do for a move is in part_threads.py, and where
+the training thread may stop in stops.py. Knows nothing of MPI (world.py) and decides nothing (controller.py).
 """
 from __future__ import annotations
 
 import os
 import sys
 import time
-import traceback
-from typing import Any
 
 from migration import preparation
 from migration.acceptance import Figures
 from migration.arms import ARMS, boundary
-from migration.communicators.base import Communicator
-from migration.costs import log_costs, take_costs
 from migration.errors import MoveFailed
-from migration.faults import Fault, Faults, hang
 from migration.groups import Groups
 from migration.launch import RUN_VARIABLE
 from migration.move import Report
 from migration.neighbours import Neighbours
 from migration.options import Options
 from migration.part import Part
+from migration.part_threads import PartThreads
 from migration.plan import MovePlan
-from migration.rebuilding import Rebuilding
-from migration.stream import Sender
 from migration.timeline import Timeline
 from migration.watch import HEARTBEAT_S
-from migration.wire import Wire
 from migration.world import Record, World
-
 
 _LAST_SENDS_S = 1.0
 
 
-class Member(Rebuilding):
+class Member(PartThreads):
     """One process of the world, with a slot or as a spare."""
 
     def __init__(self, *, world: World, groups: Groups, timeline: Timeline, options: Options, address: str) -> None:
         """`address` is where other processes reach this one."""
-        super().__init__(groups)
+        super().__init__(world=world, groups=groups, timeline=timeline, options=options)
         self.address = address
-        self.world, self.timeline, self.options = world, timeline, options
-        self.term, self.controller = 0, 0
-        self.part: Part | None = None
+        self.term = 0  # of the controller
         self.is_training = False  # every slot has started
         self.warm_roles: set[str] = set()  # of pipelines, that this process has run; see warmup.py
         self.figures: Figures | None = None  # of this process, measured last; None: nobody wants them
@@ -54,25 +44,11 @@ class Member(Rebuilding):
         self._neighbours: Neighbours | None = None  # once all have left their footprints
         self._vacate_own_host = False
         self._ending: tuple[float, int] | None = None
-        self.faults = Faults(options.faults, self._on_fault)
 
     @property
     def is_ending(self) -> bool:
         """Whether the controller has ended the run."""
         return self._ending is not None
-
-    # ---- speaking
-
-    def tell(self, kind: str, **fields: Any) -> None:
-        """Send a record to the controller."""
-        self.world.send(self.controller, {"kind": kind, "from": self.world.rank, **fields})
-
-    def report(self, part: Part, report: Report, value: object = None, **fields: Any) -> None:
-        self.tell("REPORT", report=report.value, move=part.number, value=value, **fields)
-
-    def _on_fault(self, fault: Fault) -> None:
-        self.timeline.add_event("fault", fault.text)
-        self.tell("FAULT", text=fault.text, fault=fault.kind, slot=fault.slot, phase=fault.phase)
 
     def vacate_own_host(self) -> None:
         """SIGUSR2: from a signal handler, so it only leaves a note for the control thread."""
@@ -221,12 +197,6 @@ class Member(Rebuilding):
             self._release_pair(self.part)
             self.part = None
 
-    def _release_pair(self, part: Part) -> None:
-        if part.wire is not None:
-            part.wire.close()
-        if part.pair is not None:
-            self.groups.release_pair(part.pair)
-
     def _on_release(self, record: Record) -> None:
         self._holds.discard(record["release"])
 
@@ -239,80 +209,3 @@ class Member(Rebuilding):
             self._end = (iteration, record["agreed"])
         if not record["agreed"]:
             self.tell("END_ANSWER", iteration=iteration, accepted=accepted, position=self.position)
-
-    # ---- threads at work for a part
-
-    def enter(self, part: Part) -> None:
-        """A thread begins work for `part`."""
-        with self._changed:
-            part.num_busy += 1
-
-    def leave(self, part: Part) -> None:
-        """A thread is done with `part`; the last one cleans up if the move was aborted."""
-        with self._changed:
-            part.num_busy -= 1
-            if part.num_busy == 0 and part.verdict == "ABORT":
-                self._clean_up(part)
-            self._changed.notify_all()
-
-    def give_pair(self, part: Part, pair: Communicator) -> None:
-        """Before it is prepared, so that an ABORT can end that too. Raises MoveFailed when one has come already."""
-        with self._changed:
-            if part.is_over:
-                raise MoveFailed(f"{pair.name}: the move was aborted before it was prepared")
-            part.pair = pair
-
-    def give_wire(self, part: Part, made: Wire) -> None:
-        """Likewise, once it is connected."""
-        with self._changed:
-            if part.is_over:
-                made.close()
-                raise MoveFailed(f"slot {part.slot}: the move was aborted before its wire was connected")
-            part.wire = made
-            self._changed.notify_all()
-
-    def give_sender(self, part: Part, sender: Sender) -> None:
-        """Likewise, before it sends. Training may be waiting at a stop, where it can begin at once."""
-        with self._changed:
-            if part.is_over:
-                raise MoveFailed(f"slot {part.slot}: the move was aborted before its state began to stream")
-            part.sender = sender
-            self._changed.notify_all()
-
-    def _clean_up(self, part: Part) -> None:
-        """Drop what was prepared for an aborted move, then acknowledge."""
-        log_costs(self.timeline, take_costs(self.groups), move=part.number, slot=part.slot)
-        self.groups.discard()
-        self._release_pair(part)
-        self.part = None
-        self.timeline.add_event("phase", f"ABORTED: {part.reason}", part.number)
-        self.report(part, Report.ACKNOWLEDGED, rebuilt=part.rebuilt)
-
-    def report_failure(self, part: Part, error: Exception) -> None:
-        text = f"slot {part.slot} ({part.role}, world rank {self.world.rank}): {type(error).__name__}: {error}"
-        self.timeline.add_event("error", text, part.number)
-        if not part.is_over:  # afterwards errors are the consequence of the abort
-            self.timeline.add_event("traceback", traceback.format_exc()[-500:], part.number)
-        self.report(part, Report.FAILED, text.split("\n")[0][:300])
-
-    # ---- the slot
-
-    def enter_generation(self, part: Part) -> None:
-        """The move is committed: this process holds the slot now, or none, in the next generation."""
-        with self._changed:
-            self.generation = part.generation
-            self.slot = None if part.role == "leaver" else part.slot
-            if part.role == "leaver":
-                self.job = None
-            if part.role == "joiner":
-                self._stop, self._begun = part.stop, False
-            part.num_busy -= 1
-
-    def apply_fault(self, phase: str, part: Part) -> str:
-        """A fault point. Returns the kind of fault that the caller must bring about: corrupt, slow, or ''."""
-        kind = self.faults.fire(phase, part.slot, part.number)
-        if kind == "hang":
-            hang()
-        if kind == "cancel":
-            self.tell("CANCEL", move=part.number)
-        return kind

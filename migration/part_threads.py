@@ -1,0 +1,131 @@
+"""What the threads at work for a part in a move call: they enter and leave, report, and hand over what can be ended.
+
+These are the training thread and the prepare thread, which becomes a leaver's stream thread. What an ABORT must be able
+to end is given to the part, under the member's lock, before it is begun; the last thread to leave an aborted part
+cleans up. Records that come in are member.py's.
+"""
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from migration.communicators.base import Communicator
+from migration.costs import log_costs, take_costs
+from migration.errors import MoveFailed
+from migration.faults import Fault, Faults, hang
+from migration.groups import Groups
+from migration.move import Report
+from migration.options import Options
+from migration.part import Part
+from migration.rebuilding import Rebuilding
+from migration.stream import Sender
+from migration.timeline import Timeline
+from migration.wire import Wire
+from migration.world import World
+
+
+class PartThreads(Rebuilding):
+    """The half of a member that speaks and works for the part in the move under way. `options` have the faults."""
+
+    def __init__(self, *, world: World, groups: Groups, timeline: Timeline, options: Options) -> None:
+        super().__init__(groups)
+        self.world, self.timeline, self.options = world, timeline, options
+        self.controller = 0  # its world rank
+        self.part: Part | None = None
+        self.faults = Faults(options.faults, self._on_fault)
+
+    # ---- speaking
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Send a record to the controller."""
+        self.world.send(self.controller, {"kind": kind, "from": self.world.rank, **fields})
+
+    def report(self, part: Part, report: Report, value: object = None, **fields: Any) -> None:
+        self.tell("REPORT", report=report.value, move=part.number, value=value, **fields)
+
+    def _on_fault(self, fault: Fault) -> None:
+        self.timeline.add_event("fault", fault.text)
+        self.tell("FAULT", text=fault.text, fault=fault.kind, slot=fault.slot, phase=fault.phase)
+
+    # ---- threads at work for a part
+
+    def enter(self, part: Part) -> None:
+        """A thread begins work for `part`."""
+        with self._changed:
+            part.num_busy += 1
+
+    def leave(self, part: Part) -> None:
+        """A thread is done with `part`; the last one cleans up if the move was aborted."""
+        with self._changed:
+            part.num_busy -= 1
+            if part.num_busy == 0 and part.verdict == "ABORT":
+                self._clean_up(part)
+            self._changed.notify_all()
+
+    def give_pair(self, part: Part, pair: Communicator) -> None:
+        """Before it is prepared, so that an ABORT can end that too. Raises MoveFailed when one has come already."""
+        with self._changed:
+            if part.is_over:
+                raise MoveFailed(f"{pair.name}: the move was aborted before it was prepared")
+            part.pair = pair
+
+    def give_wire(self, part: Part, made: Wire) -> None:
+        """Likewise, once it is connected."""
+        with self._changed:
+            if part.is_over:
+                made.close()
+                raise MoveFailed(f"slot {part.slot}: the move was aborted before its wire was connected")
+            part.wire = made
+            self._changed.notify_all()
+
+    def give_sender(self, part: Part, sender: Sender) -> None:
+        """Likewise, before it sends. Training may be waiting at a stop, where it can begin at once."""
+        with self._changed:
+            if part.is_over:
+                raise MoveFailed(f"slot {part.slot}: the move was aborted before its state began to stream")
+            part.sender = sender
+            self._changed.notify_all()
+
+    def _release_pair(self, part: Part) -> None:
+        if part.wire is not None:
+            part.wire.close()
+        if part.pair is not None:
+            self.groups.release_pair(part.pair)
+
+    def _clean_up(self, part: Part) -> None:
+        """Drop what was prepared for an aborted move, then acknowledge."""
+        log_costs(self.timeline, take_costs(self.groups), move=part.number, slot=part.slot)
+        self.groups.discard()
+        self._release_pair(part)
+        self.part = None
+        self.timeline.add_event("phase", f"ABORTED: {part.reason}", part.number)
+        self.report(part, Report.ACKNOWLEDGED, rebuilt=part.rebuilt)
+
+    def report_failure(self, part: Part, error: Exception) -> None:
+        text = f"slot {part.slot} ({part.role}, world rank {self.world.rank}): {type(error).__name__}: {error}"
+        self.timeline.add_event("error", text, part.number)
+        if not part.is_over:  # afterwards errors are the consequence of the abort
+            self.timeline.add_event("traceback", traceback.format_exc()[-500:], part.number)
+        self.report(part, Report.FAILED, text.split("\n")[0][:300])
+
+    # ---- the slot
+
+    def enter_generation(self, part: Part) -> None:
+        """The move is committed: this process holds the slot now, or none, in the next generation."""
+        with self._changed:
+            self.generation = part.generation
+            self.slot = None if part.role == "leaver" else part.slot
+            if part.role == "leaver":
+                self.job = None
+            if part.role == "joiner":
+                self._stop, self._begun = part.stop, False
+            part.num_busy -= 1
+
+    def apply_fault(self, phase: str, part: Part) -> str:
+        """A fault point. Returns the kind of fault that the caller must bring about: corrupt, slow, or ''."""
+        kind = self.faults.fire(phase, part.slot, part.number)
+        if kind == "hang":
+            hang()
+        if kind == "cancel":
+            self.tell("CANCEL", move=part.number)
+        return kind
