@@ -9,13 +9,13 @@ warmup.py, recording.py and slot_recording.py (the first iteration paid for befo
 Megatron-Core job), data.py (samples as a function of their index), device.py (Megatron without CUDA), internals.py
 (Megatron's private names).
 
-A move: plan.py (who goes where), schedule.py (when), protocol.py (phases, events, actions in one table), move.py (the
-tally of reports), controller.py (decides), actions.py (carries out), watch.py (heartbeats, deadlines), member.py (what
-a process does at the controller's word), stops.py (where training may stop), part.py (a process's part),
-part_threads.py (what its threads call), preparation.py and switchover.py (what it does in these phases), acceptance.py
-(is a joiner fit for its slot), pacing.py (how long threads beside training rest), handles.py, groups.py, communicators/
-and stores.py (process groups that outlive their communicator), costs.py (what those take), state.py (everything that
-moves), digest.py (whether it came over whole), faults.py.
+A move: roster.py (who holds which slot), plan.py (who goes where), schedule.py (when), protocol.py (phases, events,
+actions in one table), move.py (the tally of reports), controller.py (decides), actions.py (carries out), watch.py
+(heartbeats, deadlines), member.py (what a process does at the controller's word), stops.py (where training may stop),
+part.py (a process's part), part_threads.py (what its threads call), preparation.py and switchover.py (what it does in
+these phases), acceptance.py (is a joiner fit for its slot), pacing.py (how long threads beside training rest),
+handles.py, groups.py, communicators/ and stores.py (process groups that outlive their communicator), costs.py (what
+those take), state.py (everything that moves), digest.py (whether it came over whole), faults.py.
 
 Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of
 each experiment).
@@ -39,7 +39,7 @@ versions.py (whether it is the same), record.py (progress, verdict), timeline.py
 forkserver.py and zygote.py (one machine, one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
-communicators. Nothing here imports harness. protocol, move, schedule, arms, plan, topology, config, profiles, sizes,
-slurm_nodes, departures, options, pacing, checkpoint_files, straggler, experiments and errors import the standard
+communicators. Nothing here imports harness. protocol, move, schedule, arms, roster, plan, topology, config, profiles,
+sizes, slurm_nodes, departures, options, pacing, checkpoint_files, straggler, experiments and errors import the standard
 library and numpy only.
 """

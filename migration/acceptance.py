@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from migration.errors import UserError
-from migration.plan import MovePlan
+from migration.roster import MovePlan
 
 NONE = "none"
 

@@ -21,10 +21,10 @@ from migration.errors import UserError
 from migration.stores import start_store
 from migration.move import MoveTally
 from migration.options import REQUEUE_CODE, Options
-from migration.plan import Roster, choose_successor
 from migration.protocol import Action, Event, Phase
 from migration.record import MoveRecord, RunRecord
 from migration.requests import RequestServer
+from migration.roster import Roster, choose_successor
 from migration.schedule import Pending, connects_per_boundary, spread_connects
 from migration.timeline import Timeline
 from migration.topology import pipeline_role

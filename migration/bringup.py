@@ -18,7 +18,8 @@ from migration.config import Config
 from migration.data import Samples, open_source
 from migration.errors import UserError
 from migration.options import Options
-from migration.plan import Roster, check_moves, initial_roster
+from migration.plan import check_moves, initial_roster
+from migration.roster import Roster
 from migration.versions import code_root, collect_versions, describe_other_code
 from migration.world import World, own_address, own_host
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from migration.plan import Roster
+from migration.roster import Roster
 from migration.slurm_nodes import Trouble
 
 

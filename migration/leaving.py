@@ -12,7 +12,7 @@ from typing import Any
 from migration.actions import Actions
 from migration.departures import Departure, Departures, Stage
 from migration.errors import UserError
-from migration.plan import Roster, choose_successor
+from migration.roster import Roster, choose_successor
 from migration.slurm_nodes import Judge, Sighting
 from migration.slurm_watch import GaveBack, NoAnswer, SlurmWatch, check_commands
 

@@ -20,7 +20,7 @@ from migration.neighbours import Neighbours
 from migration.options import Options
 from migration.part import Part
 from migration.part_threads import PartThreads
-from migration.plan import MovePlan
+from migration.roster import MovePlan
 from migration.timeline import Timeline
 from migration.watch import HEARTBEAT_S
 from migration.world import Record, World

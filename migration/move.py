@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterable
 from enum import Enum
 
-from migration.plan import MovePlan, Roster
 from migration.protocol import Action, Event, Machine, Phase
+from migration.roster import MovePlan, Roster
 
 
 class Report(Enum):

@@ -7,7 +7,7 @@ from typing import Any
 
 from migration.arms import Arm, boundary
 from migration.communicators.base import Communicator
-from migration.plan import MovePlan
+from migration.roster import MovePlan
 from migration.stream import Sender
 from migration.wire import Wire
 

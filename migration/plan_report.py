@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from migration.config import Config
-from migration.plan import MovePlan, Roster, VacateRequest, plan_move, touched_groups
+from migration.plan import VacateRequest, plan_move, touched_groups
+from migration.roster import MovePlan, Roster
 from migration.sizes import format_bytes, gradient_buffer_bytes, slot_state_bytes
 from migration.topology import GROUP_KINDS, Group, grid_of
 

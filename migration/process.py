@@ -31,8 +31,8 @@ from migration.job import IterationResult, Job
 from migration.member import Member
 from migration.pacing import choose_share
 from migration.placement import take_gpu
-from migration.plan import Roster
 from migration.own_time import build_own_time
+from migration.roster import Roster
 from migration.slot_recording import SlotRecording
 from migration.stores import connect_store
 from migration.timeline import Clock, Timeline

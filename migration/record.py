@@ -15,8 +15,8 @@ from typing import Any
 
 from migration.config import Config
 from migration.move import MoveTally, Report
-from migration.plan import MovePlan
 from migration.protocol import Phase
+from migration.roster import MovePlan
 from migration.timeline import Timeline
 
 RESULT_VERSION = 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from migration.move import MoveTally, Report
-from migration.plan import Assignment, MovePlan, Roster
 from migration.protocol import Action, Event, Phase
+from migration.roster import Assignment, MovePlan, Roster
 
 # hosts a, b with slots 0..3, hosts c, d with spares 4..7; slots 2 and 3 move from b to c
 ROSTER = Roster(hosts=("a", "a", "b", "b", "c", "c", "d", "d"), holders=(0, 1, 2, 3))

@@ -6,8 +6,9 @@ from one_move import (BACK, JOINERS, LEAVERS, MEMBERS, OUTSIDERS, PLAN, POSITION
 
 from migration.errors import IllegalEvent
 from migration.move import MoveTally, Report
-from migration.plan import Assignment, MovePlan, plan_recovery
+from migration.plan import plan_recovery
 from migration.protocol import Action, Event, Phase
+from migration.roster import Assignment, MovePlan
 
 BEFORE_COMMIT = (Phase.PREPARING, Phase.READY, Phase.SWITCHING)
 

@@ -13,8 +13,9 @@ import pytest
 
 from migration.errors import IllegalEvent
 from migration.move import MoveTally, Report
-from migration.plan import Assignment, MovePlan, Roster, plan_recovery
+from migration.plan import plan_recovery
 from migration.protocol import TABLE, Action, Event, Machine, Phase
+from migration.roster import Assignment, MovePlan, Roster
 
 NUM_EVENTS = 10_000
 NUM_SLOTS, NUM_PROCESSES = 4, 10

@@ -9,9 +9,9 @@ import pytest
 
 from migration.config import Config
 from migration.errors import UserError
-from migration.plan import (Assignment, MovePlan, Roster, VacateRequest, initial_roster, parse_vacate, plan_move,
-                            spread_hosts, touched_groups)
+from migration.plan import VacateRequest, initial_roster, parse_vacate, plan_move, spread_hosts, touched_groups
 from migration.profiles import get_profile
+from migration.roster import Assignment, MovePlan, Roster
 from migration.topology import Grid, grid_of
 
 

@@ -6,9 +6,10 @@ import json
 import pytest
 
 from migration.errors import UserError
-from migration.plan import Roster, initial_roster, parse_vacate, spread_hosts
+from migration.plan import initial_roster, parse_vacate, spread_hosts
 from migration.plan_report import describe_plan, plan_as_dict
 from migration.profiles import get_profile
+from migration.roster import Roster
 from migration.sizes import gradient_buffer_bytes, slot_state_bytes
 
 

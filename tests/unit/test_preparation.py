@@ -22,7 +22,7 @@ from migration.leaving import Leaving
 from migration.member import Member
 from migration.options import Options
 from migration.part import Part
-from migration.plan import Assignment, MovePlan
+from migration.roster import Assignment, MovePlan
 from migration.schedule import Pending
 from migration.stops import Stops
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PURE = ("errors", "config", "topology", "sizes", "profiles", "plan", "plan_report", "protocol",
+PURE = ("errors", "config", "topology", "sizes", "profiles", "roster", "plan", "plan_report", "protocol",
         "move", "options", "schedule", "watch", "placement", "faults", "acceptance", "checkpoint_files",
         "slurm_nodes", "departures", "slurm_watch", "straggler", "experiments", "neighbours", "pacing")
 BLOCKED = ("torch", "mpi4py", "h5py", "megatron", "psutil", "matplotlib")

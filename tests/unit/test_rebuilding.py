@@ -12,7 +12,7 @@ from migration.errors import MoveFailed, Recovering
 from migration.member import Member
 from migration.options import Options
 from migration.part import Part
-from migration.plan import Assignment, MovePlan
+from migration.roster import Assignment, MovePlan
 
 WAIT_S = 30.0
 

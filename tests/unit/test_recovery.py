@@ -21,9 +21,10 @@ from migration.footprint import FOLDER, write_footprint
 from migration.move import MoveTally
 from migration.neighbours import Neighbours
 from migration.options import Options
-from migration.plan import Roster, plan_recovery
+from migration.plan import plan_recovery
 from migration.protocol import Action, Phase
 from migration.recovery import Failure, Recovery
+from migration.roster import Roster
 from migration.watch import Watch
 
 # hosts a, b with slots 0..3; c and d with spares 4..7

@@ -7,7 +7,8 @@ import pytest
 
 from migration.departures import Departures, Stage
 from migration.errors import UserError
-from migration.plan import Roster, choose_successor, parse_vacate, plan_move
+from migration.plan import parse_vacate, plan_move
+from migration.roster import Roster, choose_successor
 from migration.slurm_nodes import (Judge, Node, Sighting, SlurmJob, Trouble, expand_nodes, parse_job, parse_maintenance,
                                    parse_nodes)
 
