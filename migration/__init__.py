@@ -1,7 +1,7 @@
 """Moves the processes of a host to a standby host while a Megatron-Core job trains. The map of this package:
 
 What a run is: config.py (what it trains), profiles.py (named configs), options.py (how it is carried out),
-arguments.py (the command line), errors.py.
+argument_groups.py and arguments.py (the command line), errors.py.
 
 A process's life: bringup.py (MPI comes up, everybody compares notes), preload.py (the heavy imports), placement.py
 (which GPU), process.py (wires a process together), world.py (MPI and the control thread), standby.py (a spare's life),

@@ -27,7 +27,7 @@ from migration.data import Samples, open_source
 from migration.errors import UserError
 from migration.placement import take_gpu
 from migration.plan import spread_hosts
-from migration.profiles import get_profile
+from migration.profiles import DEFAULT_PROFILE, get_profile
 from migration.versions import collect_versions
 from migration.world import Record, World, own_address, own_host
 
@@ -43,7 +43,7 @@ _OTHERS_END_S = 2.0
 
 def parse_check(argv: list[str]) -> tuple[Config, Namespace]:
     """Raises UserError for what the user got wrong."""
-    from migration.arguments import DEFAULT_PROFILE, Parser
+    from migration.arguments import Parser
     parser = Parser(prog="harness.py check", description="Say, without training, whether these processes can run a "
                     "profile: devices, memory, versions, speed and groups of every process, and what is wrong. Exit "
                     "code 0: nothing is wrong, 1: something is, 2: it was asked wrongly.")

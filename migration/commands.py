@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from migration.arguments import DEFAULT_PROFILE, Parser, build_parser, parse_run
+from migration.arguments import Parser, build_parser, parse_run
 from migration.checkpoint_files import find_start
 from migration.config import apply_settings
 from migration.errors import UserError
 from migration.plan import check_moves, initial_roster, parse_vacate, spread_hosts
 from migration.plan_report import describe_plan, plan_as_dict
 from migration.preload import has_gpu
-from migration.profiles import describe_profiles, get_profile
+from migration.profiles import DEFAULT_PROFILE, describe_profiles, get_profile
 from migration.requests import NoJob, read_result, send_request
 
 _LOOK_S = 0.2

@@ -1,7 +1,8 @@
 """Who moves where: a request and the roster in, the assignments of leavers to joiners out.
 
-Owns the grammar of a request, the choice of joiners and which groups a move touches; the roster itself is roster.py's. Every function is a
-function of its arguments alone, so every process that has the same roster and request makes the same plan.
+Owns the grammar of a request, the choice of joiners and which groups a move touches; the roster itself is roster.py's.
+Every function is a function of its arguments alone, so every process that has the same roster and request makes the
+same plan.
 Pure: standard library only. Must not know of torch, MPI, time or the protocol's phases. For people, a plan is put into
 words by plan_report.py.
 """

@@ -13,6 +13,8 @@ from migration.config import Config
 from migration.errors import UserError
 from migration.sizes import format_bytes, format_count, num_parameters, slot_state_bytes
 
+DEFAULT_PROFILE = "tiny_TP2_PP1"
+
 _RANKS_PER_HOST = 8  # of the GPU hosts that the real profiles are for
 _TINY_RANKS_PER_HOST = 2
 

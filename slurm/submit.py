@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from migration.arguments import DEFAULT_PROFILE, Parser, parse_run
+from migration.arguments import Parser, parse_run
 from migration.errors import UserError
-from migration.profiles import ranks_per_host
+from migration.profiles import DEFAULT_PROFILE, ranks_per_host
 from slurm.render import LAUNCHERS, Job, batch_options, render
 from slurm.site import Site, load_site
 
