@@ -14,8 +14,9 @@ actions in one table), move.py (the tally of reports), controller.py (decides), 
 (heartbeats, deadlines), member.py (what a process does at the controller's word), stops.py (where training may stop),
 part.py (a process's part), part_threads.py (what its threads call), preparation.py and switchover.py (what it does in
 these phases), acceptance.py (is a joiner fit for its slot), pacing.py (how long threads beside training rest),
-handles.py, groups.py, communicators/ and stores.py (process groups that outlive their communicator), costs.py (what
-those take), state.py (everything that moves), digest.py (whether it came over whole), faults.py.
+handles.py and groups.py (process groups that outlive their communicator), next_generation.py (their next ones),
+communicators/ (what is inside), stores.py (where members of one meet), costs.py (what those take), state.py (everything
+that moves), digest.py (whether it came over whole), faults.py.
 
 Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of
 each experiment).

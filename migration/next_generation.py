@@ -1,0 +1,164 @@
+"""The next generation's communicators: built beside the live ones, then connected, or given up.
+
+No file but this one and groups.py, which puts them into the handles, makes or frees communicators. Knows nothing of
+MPI, of the protocol, or of what moves.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from migration.communicators.base import Communicator
+from migration.communicators.closer import Closer
+from migration.communicators.makers import Maker
+from migration.errors import MoveFailed
+from migration.handles import Handles, place
+
+
+class NextGeneration(Handles):
+    """The communicators being prepared, and the pair of a leaver and its joiner.
+
+    `maker` makes the real ones; `closer` closes those that are given up, in the background.
+    """
+
+    def __init__(self, device: torch.device, maker: Maker, closer: Closer) -> None:
+        super().__init__()
+        self.device = device
+        self._maker, self._closer = maker, closer
+        self._next: dict[str, Communicator] = {}
+        self._next_lock = threading.Lock()
+        self._is_aborting = False  # nothing may be added to it any more
+        self._solo: Communicator | None = None
+
+    # ---- stage 1, beside training
+
+    def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float, *,
+                first: Iterable[str] = (), when_first: Callable[[], None] = lambda: None,
+                after_each: Callable[[Communicator, int], None] = lambda communicator, num_left: None,
+                beside_old: bool = True) -> str:
+        """Stage 1: build the next generation's communicators of the groups touched by `slots`, one after the other.
+
+        Those named in `first`, which have joiners only, come first, and then `when_first` is called: still one order on
+        all members. `after_each` is called with each one that is prepared and the number of those to come.
+        `beside_old`: some member holds an old one of each. Collective over each group. Runs on the prepare thread
+        beside training. Returns the digest of the adversarial reductions on them. Raises RuntimeError when a member
+        doesn't come in `timeout_s` or the move is aborted.
+        """
+        assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"
+        early = set(first)
+        handles = sorted(self.touched(slots), key=lambda h: h.name not in early)  # stable
+        self._closer.hurry()  # what is still to be closed takes the room of what comes now
+        with self._maker.background():
+            self._make_solo()
+            for number, handle in enumerate(handles):
+                if number == len(early):
+                    when_first()
+                communicator = self._maker.make(f"g{generation}/{handle.name}", handle.slots, handle.rank(),
+                                                num_groups=len(handles))
+                self._add_next(handle.name, communicator)  # before it is prepared: `abort_next` can end that too
+                communicator.prepare(store, timeout_s)
+                if generation and beside_old and communicator.switch == "lazy" and not self._maker.allow_lazy:
+                    raise MoveFailed(f"group {handle.name}: the old one would have to be closed before the commit "
+                                     "(policy lazy): the device lacks memory for a second connected one, and this NCCL "
+                                     "can't park (2.30.3 can); free memory, take that NCCL, or --allow-lazy")
+                self._maker.connect_ahead(communicator)
+                if communicator.probes_when_prepared:
+                    communicator.probe(self.device)
+                after_each(communicator, len(handles) - 1 - number)
+        when_first()  # once more, where these were all
+        return join_probes(self._in_order(), when_prepared=True)
+
+    def _in_order(self) -> list[Communicator]:
+        """The prepared communicators in the order of `touched`, as a leaver lists the digests of its old ones."""
+        return [self._next[name] for name in sorted(self._next, key=place)]
+
+    def _add_next(self, name: str, communicator: Communicator) -> None:
+        with self._next_lock:
+            if self._is_aborting:
+                raise MoveFailed(f"{communicator.name}: the move was aborted before it was prepared")
+            self._next[name] = communicator
+
+    def _make_solo(self) -> None:
+        """Groups of one share one communicator for the life of the process: nobody else is in them."""
+        if self._solo is None:
+            self._solo = self._maker.make("solo", (0,), 0, num_groups=1)
+            self._solo.prepare(dist.HashStore(), 60.0)
+            self._solo.activate()
+
+    # ---- stage 2, ahead of the pause
+
+    def connect_among_joiners(self, names: Iterable[str]) -> dict[str, Any]:
+        """Connect prepared groups whose members are all joiners; returns what their handles may forward to.
+
+        Collective over each of these groups. By the training thread. Raises MoveFailed if one isn't prepared.
+        """
+        found = {}
+        for name in names:
+            if name not in self._next or not self._next[name].is_prepared:
+                raise MoveFailed(f"group {name} among the joiners was not prepared; its preparation says why")
+            self._activate(self._next[name])
+            found[name] = self._next[name].inner
+        return found
+
+    @property
+    def unconnected(self) -> list[str]:
+        """Names of prepared groups that can be connected ahead of the pause, old and new side by side."""
+        return [name for name, communicator in self._next.items() if communicator.connects_ahead]
+
+    def connect(self, names: Iterable[str]) -> None:
+        """Stage 2 ahead of the pause, by the training thread. Collective over each of these groups."""
+        for name in names:
+            if name in self._next:
+                self._activate(self._next[name])
+
+    def _activate(self, communicator: Communicator) -> None:
+        communicator.activate()
+        if not communicator.probe_digest:
+            communicator.probe(self.device)
+
+    # ---- given up
+
+    def abort_next(self) -> None:
+        """End every operation under way on prepared communicators. From any thread; `discard` frees them."""
+        with self._next_lock:
+            self._is_aborting = True
+            communicators = list(self._next.values())
+        for communicator in communicators:
+            communicator.abort()
+
+    def discard(self) -> None:
+        """The move aborted: close what was prepared, in the background."""
+        with self._next_lock:
+            discarded = list(self._next.values())
+            self._next.clear()
+            self._is_aborting = False
+        self._closer.close_all(discarded)
+
+    # ---- leaver and joiner
+
+    def make_pair(self, name: str, group_rank: int) -> Communicator:
+        """Of a leaver (rank 0) and its joiner (1). The caller can abort it at any time; `release_pair` frees it."""
+        return self._maker.make_pair(name, group_rank)
+
+    def prepare_pair(self, pair: Communicator, store: dist.Store, timeout_s: float, operation_timeout_s: float) -> None:
+        """Collective over the two. Raises RuntimeError when the other one doesn't come, or when `pair` is aborted."""
+        pair.prepare(store, timeout_s, operation_timeout_s)
+        with self._maker.background():
+            pair.activate()
+
+    def release_pair(self, communicator: Communicator) -> None:
+        self._closer.close_all([communicator])
+
+    def background(self) -> AbstractContextManager[object]:
+        """What a thread beside the training thread works in."""
+        return self._maker.background()
+
+
+def join_probes(communicators: Iterable[Communicator], *, when_prepared: bool) -> str:
+    """The probe digests of those that are probed when prepared, or of those that are when activated."""
+    return " ".join(c.probe_digest for c in communicators if c.probes_when_prepared is when_prepared)
