@@ -1,7 +1,7 @@
 """The state of the whole job to Megatron's distributed checkpoint and back, bit for bit.
 
 Model and optimizer go the way that Megatron-Core's users know (`dist_checkpointing` with sharded state dicts, format
-torch_dist). It doesn't hold everything that state.py lists: random generators and Megatron's RNG streams, data
+torch_dist). It doesn't hold everything that state_kinds.py lists: random generators and Megatron's RNG streams, data
 position, scheduler, step counts, values of the parameter groups, overlap bookkeeping, cached answers, history. These
 values go along as one sharded object per slot. Where the files lie and when they count is checkpoint_files.py's.
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from migration import gradients, internals, state
+from migration import gradients, internals
 from migration.communicators.base import Communicator
+from migration.state_kinds import KINDS
 from migration.stream import build_batches
 from migration.transfer import receive_tensors
 from migration.wire import Message, Wire
@@ -52,7 +53,7 @@ class Follower:
     @torch.no_grad()
     def _on_replay(self, message: Message) -> None:
         """The leaver has taken a step: with its gradients, clipped as it has clipped them, take the same one."""
-        state.KINDS["param_groups"].set(self._job, message["param_groups"])
+        KINDS["param_groups"].set(self._job, message["param_groups"])
         internals.attach_gradients(self._job.optimizer)
         parameters = [p for _, p, _ in internals.adam_states(self._job.optimizer)]
         for parameter in parameters[message["end"]:]:

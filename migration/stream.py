@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from migration import internals, state
+from migration import internals
 from migration.communicators.base import Communicator
 from migration.errors import DeadlineExpired, MoveFailed
 from migration.gradients import Parts
+from migration.state_kinds import KINDS
 from migration.transfer import CHUNK_BYTES, chunks, patience_s, send_tensors
 from migration.wire import Wire
 
@@ -117,7 +118,7 @@ class Sender:
                 raise DeadlineExpired(f"the joiner didn't take a batch of {largest} bytes in {patience_s(largest):.0f} "
                                       "s, and training can't wait longer")
             if self.num_sent and not self._is_broken:
-                self._param_groups = state.KINDS["param_groups"].get(self._job)
+                self._param_groups = KINDS["param_groups"].get(self._job)
 
     def _replay(self, param_groups: list[Any]) -> None:
         """The step just taken, for the parameters that have gone before it."""

@@ -27,7 +27,7 @@ PERHAPS_NOWHERE = {"buffers", "norm_group_cache", "rng_cuda"}
 
 def test_every_kind_has_its_control() -> None:
     """In a process of its own: the list of kinds needs torch."""
-    program = "from migration.state import KINDS; from migration.gradients import KIND; print(*KINDS, KIND)"
+    program = "from migration.state_kinds import KINDS; from migration.gradients import KIND; print(*KINDS, KIND)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [*STATE_KINDS, AT_THE_CUT]

@@ -13,6 +13,7 @@ from tiny_jobs import open_job, tiny_config
 from migration import internals, state
 from migration.errors import StateMismatch
 from migration.job import Job
+from migration.state_kinds import KINDS
 
 CONFIGS = {
     "fp32 plain": {"dtype": "fp32", "distributed_optimizer": False},
@@ -45,7 +46,7 @@ def test_poison_changes_every_kind(job: Job) -> None:
     assert before.keys() == after.keys()
     # a cache that is empty stays so, and there is nothing in it to lose
     unchanged = [kind for kind in before if before[kind] == after[kind]]
-    assert all(not any(state.KINDS[kind].get(job)) for kind in unchanged), unchanged
+    assert all(not any(KINDS[kind].get(job)) for kind in unchanged), unchanged
 
 
 def test_poison_leaves_no_tensor_whole(job: Job) -> None:
@@ -75,7 +76,7 @@ def test_values_go_through_json_and_back(job: Job) -> None:
     poisoned = digests_of(job)
     state.apply_values(job, values)
     after = digests_of(job)
-    for name, kind in state.KINDS.items():
+    for name, kind in KINDS.items():
         if name in before:
             assert after[name] == (before if kind.set else poisoned)[name], name
 
@@ -139,7 +140,7 @@ def test_a_joiner_goes_on_as_its_leaver_does(config_name: str, _fresh_leaver: No
     assert joiner(config_name) == leaver(config_name)[1]
 
 
-@pytest.mark.parametrize("kind", state.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config_name", ["fp16 distributed overlap"])
 def test_a_kind_left_out_shows(config_name: str, kind: str, _fresh_leaver: None) -> None:
     captured, expected = leaver(config_name)
