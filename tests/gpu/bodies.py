@@ -1,6 +1,7 @@
 """What every rank of the GPU tests of the NCCL communicator does. Started by ranks.py, which has loaded the overlay.
 
-Each body asserts what must hold on any machine and returns the figures that depend on it.
+Each body asserts what must hold on any machine and returns the figures that depend on it. Those of communicators that
+make room for others are in parking_bodies.py.
 """
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import os
 import statistics
 import threading
 import time
-from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from nccl_tools import MIB, TIMEOUT_S, Busy, check_sums, costs, make, ready, used_mib
 from ranks import Rank
 
 from migration.communicators.nccl import NcclCommunicator, Stage
@@ -25,77 +26,6 @@ from nccl_bindings.errors import Aborted
 from nccl_bindings.operations import new_unique_id
 from third_party.pytorch.nccl_group import communicator_of, install_p2p_grouping
 from third_party.pytorch.process_group import MigratableGroup
-
-MIB = 1 << 20
-NUM_ELEMENTS = 4 << 20
-TIMEOUT_S = 60.0
-
-
-def make(own: Rank, name: str, switch: str = "lazy", kind: type[NcclCommunicator] = NcclCommunicator,
-         **policy: Any) -> NcclCommunicator:
-    return kind(name, tuple(range(own.world)), own.rank, device=own.device, library=own.library,
-                policy=NcclPolicy(switch=switch, **policy))
-
-
-def ready(own: Rank, name: str, switch: str = "lazy") -> NcclCommunicator:
-    """Prepared, connected, probed."""
-    communicator = make(own, name, switch)
-    communicator.prepare(own.store, TIMEOUT_S)
-    communicator.activate()
-    communicator.probe(own.device)
-    return communicator
-
-
-def check_sums(own: Rank, inner: Any) -> None:
-    """All-reduce, all-gather and reduce-scatter through the stock group give the exact sums."""
-    world = own.world
-    values = torch.full((NUM_ELEMENTS,), float(own.rank + 1), device=own.device)
-    inner.allreduce([values]).wait()
-    gathered = torch.empty(world * 1024, device=own.device)
-    inner._allgather_base(gathered, torch.full((1024,), float(own.rank), device=own.device)).wait()
-    part = torch.empty(1024, device=own.device)
-    inner._reduce_scatter_base(part, torch.arange(world * 1024.0, device=own.device)).wait()
-    torch.cuda.synchronize(own.device)
-    assert bool((values == world * (world + 1) / 2).all())
-    assert gathered.view(world, 1024)[:, 0].tolist() == [float(r) for r in range(world)]
-    assert bool((part == world * torch.arange(own.rank * 1024.0, (own.rank + 1) * 1024.0, device=own.device)).all())
-
-
-class Busy:
-    """A loop like training: matrix products, then an all-reduce on `inner`."""
-
-    def __init__(self, own: Rank, inner: Any) -> None:
-        self.own, self.inner = own, inner
-        self.left = torch.randn(2048, 2048, device=own.device, dtype=torch.bfloat16)
-        self.out = torch.empty_like(self.left)
-        self.grads = torch.ones(1 << 20, device=own.device)
-
-    def iterate(self, num_iterations: int) -> list[float]:
-        times_s = []
-        for _ in range(num_iterations):
-            started_s = time.perf_counter()
-            for _ in range(10):
-                torch.mm(self.left, self.left, out=self.out)
-            self.inner.allreduce([self.grads]).wait()
-            torch.cuda.synchronize(self.own.device)
-            times_s.append(time.perf_counter() - started_s)
-        return times_s
-
-
-def used_mib(own: Rank, name: str) -> float:
-    """Device memory in use while all ranks stand still."""
-    torch.cuda.synchronize(own.device)
-    own.barrier(f"{name}/before")
-    free, total = torch.cuda.mem_get_info(own.device)
-    own.barrier(f"{name}/after")
-    return (total - free) / MIB
-
-
-def costs(communicator: NcclCommunicator) -> dict[str, dict[str, float]]:
-    return {name: asdict(cost) for name, cost in communicator.costs.items()}
-
-
-# ---- bodies
 
 
 def adoption(own: Rank) -> dict[str, Any]:
@@ -160,113 +90,6 @@ def background(own: Rank) -> dict[str, Any]:
     live.close()
     return {"undisturbed_s": statistics.median(undisturbed_s), "during_s": statistics.median(during_s),
             "costs": costs(following)}
-
-
-def park_and_resume(own: Rank) -> dict[str, Any]:
-    """Old suspended, new resumed and used; then back again, as a move that aborts at the boundary would."""
-    live = ready(own, "live", "parked")
-    before_mib = used_mib(own, "before")
-    following = make(own, "next", "parked")
-    following.prepare(own.store, TIMEOUT_S)
-    assert following.stage is Stage.PARKED and following._bare.memory_stats().is_suspended
-    parked_mib = used_mib(own, "parked") - before_mib
-    check_sums(own, live.inner)
-    live.park()
-    following.activate()
-    following.probe(own.device)
-    check_sums(own, following.inner)
-    switched_mib = used_mib(own, "switched") - before_mib
-    following.park()
-    live.resume()
-    assert live.probe(own.device) == following.probe_digest
-    check_sums(own, live.inner)
-    following.close()  # parked, so its members resume it first
-    check_sums(own, live.inner)
-    live.close()
-    after_mib = used_mib(own, "after") - before_mib
-    return {"parked_mib": parked_mib, "switched_mib": switched_mib, "after_mib": after_mib,
-            "costs": costs(following), "live_costs": costs(live)}
-
-
-def parked_memory(own: Rank, num_communicators: int = 8) -> dict[str, Any]:
-    """What one more parked communicator takes, MiB on this GPU for all its ranks, by what is done to it, one by one.
-
-    First step by step: init, suspend, adoption by torch. Then as the product does it: prepared, and some of them
-    activated and parked again. What is left when they are closed, and when suspended ones are aborted.
-    """
-    steps: dict[str, list[float]] = {"init": [], "suspend": [], "adopt": []}
-    begin_mib = used_mib(own, "begin")
-    stepped = []
-    for i in range(num_communicators):
-        communicator = make(own, f"step {i}", "parked")
-        _park_step_by_step(own, communicator, steps)
-        stepped.append(communicator)
-    stats = asdict(stepped[-1]._bare.memory_stats())
-    _close_all(own, stepped)
-    closed_mib = used_mib(own, "closed")
-    prepared, prepared_mib, before_mib = [], [], closed_mib
-    for i in range(num_communicators):
-        prepared.append(make(own, f"prepared {i}", "parked"))
-        prepared[-1].prepare(own.store, TIMEOUT_S)
-        prepared_mib.append(used_mib(own, f"prepared {i}") - before_mib)
-        before_mib += prepared_mib[-1]
-    used_again_mib = []
-    for communicator in prepared[:2]:
-        communicator.activate()
-        check_sums(own, communicator.inner)
-        communicator.park()
-        used_again_mib.append(used_mib(own, f"{communicator.name} again") - before_mib)
-        before_mib += used_again_mib[-1]
-    _close_all(own, prepared[:4])
-    half_mib = used_mib(own, "half")
-    for communicator in prepared[4:]:
-        communicator.abort()
-        communicator.wait_aborted(30.0)
-        communicator.close()
-    aborted_mib = used_mib(own, "aborted")
-    return {**{f"{name}_mib": values for name, values in steps.items()}, "stats": stats, "prepared_mib": prepared_mib,
-            "activated_and_parked_mib": used_again_mib, "left_after_stepped_mib": closed_mib - begin_mib,
-            "left_after_4_closed_mib": half_mib - closed_mib - sum(prepared_mib[4:]),
-            "left_after_4_aborted_mib": aborted_mib - half_mib + sum(prepared_mib[4:])}
-
-
-def _park_step_by_step(own: Rank, communicator: NcclCommunicator, steps: dict[str, list[float]]) -> None:
-    before_mib = used_mib(own, f"{communicator.name} before")
-    bare = communicator._bare
-    bare.init(communicator._meet(own.store, time.monotonic() + TIMEOUT_S))
-    communicator._become(Stage.PREPARED)
-    for name, step in (("init", lambda: None), ("suspend", communicator._suspend),
-                       ("adopt", lambda: communicator._adopt(Stage.PARKED))):
-        step()
-        after_mib = used_mib(own, f"{communicator.name} {name}")
-        steps[name].append(after_mib - before_mib)
-        before_mib = after_mib
-
-
-def _close_all(own: Rank, communicators: list[NcclCommunicator]) -> None:
-    for communicator in communicators:
-        communicator.close()
-        assert communicator.stage is Stage.CLOSED
-    gc.collect()
-
-
-def lazy_and_rebuild(own: Rank) -> dict[str, Any]:
-    """Without parking: the old one is closed, the new one used; then the old one is built anew."""
-    live = ready(own, "live")
-    digest = live.probe_digest
-    following = make(own, "next")
-    following.prepare(own.store, TIMEOUT_S)
-    assert following.stage is Stage.PREPARED
-    live.park()
-    assert live.needs_rebuild
-    following.activate()
-    check_sums(own, following.inner)
-    following.close()
-    live.rebuild(own.store, TIMEOUT_S)
-    assert live.probe(own.device) == digest
-    check_sums(own, live.inner)
-    live.close()
-    return {"costs": costs(following), "rebuilt": costs(live)}
 
 
 def abort_half_built(own: Rank) -> dict[str, Any]:

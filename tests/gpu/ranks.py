@@ -1,4 +1,4 @@
-"""Starts a body of bodies.py in several ranks on the GPUs of this machine. Imports no torch.
+"""Starts a body of bodies.py or parking_bodies.py in several ranks on the GPUs of this machine. Imports no torch.
 
 See analysis/ranks.py, which does the work.
 """
@@ -14,5 +14,5 @@ __all__ = ["Rank", "run_ranks"]
 
 
 def run_ranks(body: str, *, world: int, hosts: str, timeout_s: float = 150.0) -> list[dict[str, Any]]:
-    """What `bodies.<body>` returned on each rank. `hosts`: "one" for all ranks, or "each" its own."""
-    return ranks.run_ranks(f"bodies:{body}", world=world, hosts=hosts, timeout_s=timeout_s, path=Path(__file__).parent)
+    """What `body`, MODULE:FUNCTION, returned on each rank. `hosts`: "one" for all ranks, or "each" its own."""
+    return ranks.run_ranks(body, world=world, hosts=hosts, timeout_s=timeout_s, path=Path(__file__).parent)

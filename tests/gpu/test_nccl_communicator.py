@@ -51,8 +51,9 @@ def flatten(figures: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
-@pytest.mark.parametrize("body", ["adoption", "background", "lazy_and_rebuild", "abort_half_built", "abort_prepared",
-                                  "discard_rounds", "pair"])
+@pytest.mark.parametrize("body", ["bodies:adoption", "bodies:background", "parking_bodies:lazy_and_rebuild",
+                                  "bodies:abort_half_built", "bodies:abort_prepared", "bodies:discard_rounds",
+                                  "bodies:pair"], ids=lambda body: body.partition(":")[2])
 def test_body(run: Run, body: str, hosts: str) -> None:
     run(body, hosts)
 
@@ -62,7 +63,7 @@ def test_park_and_resume(run: Run, hosts: str) -> None:
     if not can_park():
         pytest.skip("parking comes with NCCL 2.30.3; name one with LM_NCCL")
     sharing = -(-WORLD // NUM_GPUS)
-    for result in run("park_and_resume", hosts):
+    for result in run("parking_bodies:park_and_resume", hosts):
         # 6 MiB on an H200, in steps of 2; the aim is 4. An unparked one holds about 100 and connected it holds 280
         assert result["parked_mib"] <= 8 * sharing, "what a parked communicator leaves behind, per rank on the GPU"
 
@@ -73,10 +74,10 @@ def test_parked_memory(run: Run, hosts: str) -> None:
     if not can_park():
         pytest.skip("parking comes with NCCL 2.30.3; name one with LM_NCCL")
     sharing = -(-WORLD // NUM_GPUS)
-    for result in run("parked_memory", hosts):
+    for result in run("parking_bodies:parked_memory", hosts):
         prepared_mib = result["prepared_mib"]
         assert sum(prepared_mib) / len(prepared_mib) <= 4 * sharing, prepared_mib
 
 
 def test_four_ranks(run: Run) -> None:
-    run("adoption", "each", world=4)
+    run("bodies:adoption", "each", world=4)

@@ -15,6 +15,7 @@ STAYERS, LEAVERS, JOINERS = (0, 1), (2, 3), (4, 5)
 MEMBERS = STAYERS + LEAVERS + JOINERS
 OUTSIDERS = (6, 7)
 POSITION = 12
+BEFORE_COMMIT = (Phase.PREPARING, Phase.READY, Phase.SWITCHING)
 
 
 def tally(**options: object) -> MoveTally:
