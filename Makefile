@@ -64,9 +64,9 @@ test-runs: setup
 test-gpu: setup
 	$(RUN) tests/gpu/run_all.py $(if $(OUT),--out $(OUT)) $(if $(ONLY),--only $(ONLY))
 
-# Medians of 20 moves and of a plain save and restart, and the cost of the process-group wrapper.
+# Medians of 20 moves by each arm and of 3 plain save and restarts, and the cost of the process-group wrapper.
 bench: setup
-	$(RUN) -m analysis.bench_moves
+	$(RUN) harness.py --experiment ablation --rounds 20 --restarts 3
 	$(RUN) -m analysis.wrapper_cost
 
 # What moves cost on GPUs; PARTS=moves,host,state,beside,m24 chooses, OUT as above.

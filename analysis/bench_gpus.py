@@ -101,12 +101,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add_arguments(parser, PARTS, "bench_gpus", time_box_s=525.0, default="all, in this order")
     parser.add_argument("--plan", action="store_true", help="print parts and seconds, and end")
     parser.add_argument("--gpus", type=int, metavar="N", help="with --plan: of a machine with N GPUs that park")
-    parser.add_argument("--gpu-gib", type=positive, default=_H200_GIB, metavar="GIB", help="with --gpus: free memory of "
-                        "each (default: %(default)s)")
+    parser.add_argument("--gpu-gib", type=positive, default=_H200_GIB, metavar="GIB", help="with --gpus: free memory "
+                        "of each (default: %(default)s)")
     parser.add_argument("--moves", type=int, default=10, metavar="N", help="moves: in a row; from "
                         f"{FEWEST_SETTLED} on their leavings are judged (default: %(default)s)")
-    parser.add_argument("--state-gb", type=positive, default=LEAST_STATE_BYTES / 1e9, metavar="GB", help="ablation: state "
-                        "of a rank at least (default: %(default)g)")
+    parser.add_argument("--state-gb", type=positive, default=LEAST_STATE_BYTES / 1e9, metavar="GB",
+                        help="ablation: state of a rank at least (default: %(default)g)")
     parser.add_argument("--prepare-share", default="1", metavar="SHARE", help="of all runs, as the harness's; less "
                         "takes longer than the plan says (default: %(default)s, no rests)")
     parser.add_argument("--no-restart", dest="restart", action="store_false", help="ablation: without the save and "

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from analysis.gpu_moves import Arm, Beside, RunFailed, run_arm
 from analysis.machine import Machine, ask_machine
-from analysis.ranks import ROOT
 from analysis.results import Figure, Section, build_markdown, read_sections, replace_section, write_sections
 from migration.errors import UserError
 from migration.placement import DEFAULTS
+from migration.versions import CODE_ROOT
 
 EQUAL = "Losses, gradient norms and final digests equal those of the same job left alone, bit for bit."
 _FAILED = "Part %s, which failed"
@@ -93,7 +93,7 @@ def run_parts(stem: str, out: Path | None, bench: Bench, parts: Mapping[str, Par
     Results go to stem.json and stem.md in `out` (default: analysis/results, or build/results without a GPU), after
     each section, in place of those with the same titles.
     """
-    out = out or ROOT / ("analysis/results" if bench.machine.gpus else "build/results")
+    out = out or CODE_ROOT / ("analysis/results" if bench.machine.gpus else "build/results")
     sections = read_sections(out / f"{stem}.json")
     new: list[Section] = []
     for name, part in parts.items():

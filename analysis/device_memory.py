@@ -41,7 +41,8 @@ class MemorySampler:
         try:
             while not self._ended.wait(PERIOD_S):
                 self.samples += _ask_gpus() if self._on_gpu else _ask_machine()
-        except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:  # raised at the end of the context
+        # raised at the end of the context
+        except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
             self._error = error
 
 

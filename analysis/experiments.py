@@ -26,8 +26,8 @@ from migration.config import apply_settings
 from migration.errors import UserError
 from migration.experiments import EXPERIMENTS, Site, build_site
 from migration.profiles import get_profile
+from migration.versions import CODE_ROOT
 
-_ROOT = Path(__file__).resolve().parent.parent
 _M24_PROFILE, _PROFILE = "tiny_TP4_PP2", "tiny_TP2_PP1"
 _M24_SPACING, _SPACING = 12, 8
 
@@ -157,7 +157,7 @@ def run_job(site: Site, arguments: Sequence[str], run: Path) -> Run:
     parse_run(own)  # what is wrong is said before anything is started
     command = [sys.executable, "harness.py", "--np", str(len(site.hosts)), *own]
     print(f"=== python {' '.join(command[1:])}", flush=True)
-    code = subprocess.run(command, cwd=_ROOT, stdin=subprocess.DEVNULL).returncode
+    code = subprocess.run(command, cwd=CODE_ROOT, stdin=subprocess.DEVNULL).returncode
     if code:
         raise UserError(f"the experiment's job ended with exit code {code}: see above, and {run}")
     return read_run(run)

@@ -21,11 +21,10 @@ from analysis.log import Run, read_run
 from analysis.measures import job_iterations
 from analysis.moves import MoveFigures, compute_moves
 from analysis.results import Figure
+from migration.versions import CODE_ROOT
 
-_ROOT = Path(__file__).resolve().parent.parent
 _GRACE_S = 20.0  # for a launcher that was told to end
 PHASES = ("PREPARING", "READY", "SWITCHING")  # whose spans are figures
-
 
 Beside = Callable[[Path, Callable[[], bool]], None]  # gets a run's folder, and whether the run has ended
 
@@ -67,7 +66,7 @@ def run_arm(folder: Path, arguments: Sequence[str], *, environment: Mapping[str,
     ends_s, said = time.monotonic() + timeout_s, folder.with_name(folder.name + ".said")
     said.parent.mkdir(parents=True, exist_ok=True)
     with MemorySampler(on_gpu=on_gpu) as sampler, said.open("wb") as output:
-        process = subprocess.Popen([sys.executable, *command], cwd=_ROOT, env={**os.environ, **environment},
+        process = subprocess.Popen([sys.executable, *command], cwd=CODE_ROOT, env={**os.environ, **environment},
                                    stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             if beside is not None:

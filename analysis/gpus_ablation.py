@@ -21,10 +21,10 @@ from analysis.gpus_model import LEAST_STATE_BYTES, Model
 from analysis.gpus_plan import HOSTS_SWAPPED, Layout
 from analysis.log import read_run
 from analysis.moves import BYTES_PER_GB, compute_moves
-from analysis.ranks import ROOT
 from analysis.restart_arm import compute_times
 from analysis.results import Figure, Section
 from migration.errors import UserError
+from migration.versions import CODE_ROOT
 
 # What matters most comes first, should the time not do for all. Training waits for the naive one at its iteration, by
 # which every move before it would have to be through: so none is.
@@ -78,7 +78,8 @@ def _stop_when_done(run: Path, has_ended: Callable[[], bool], ends_s: float) -> 
     if has_ended():
         return
     command = [sys.executable, "harness.py", "stop", "--run", str(run)]
-    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_STOP_S)
+    done = subprocess.run(command, cwd=CODE_ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                          timeout=_STOP_S)
     if done.returncode:
         raise RunFailed(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
 

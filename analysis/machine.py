@@ -11,11 +11,10 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from analysis.device_memory import ask_smi
+from migration.versions import CODE_ROOT
 
-_ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 120.0  # the first import of torch from a cold disk
 
 
@@ -44,8 +43,8 @@ class Machine:
 
 def ask_machine() -> Machine:
     """What ranks started in this environment will find. Raises RuntimeError with what went wrong."""
-    done = subprocess.run([sys.executable, "-m", "analysis.machine"], cwd=_ROOT, text=True, stdin=subprocess.DEVNULL,
-                          capture_output=True, timeout=_TIMEOUT_S)
+    done = subprocess.run([sys.executable, "-m", "analysis.machine"], cwd=CODE_ROOT, text=True,
+                          stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S)
     if done.returncode:
         raise RuntimeError(f"python -m analysis.machine ended with {done.returncode}: {done.stderr[-1500:]}")
     found = json.loads(done.stdout)

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from migration.preload import has_gpu
+from migration.versions import CODE_ROOT
 from third_party.nccl import overlay
 
-ROOT = Path(__file__).resolve().parent.parent
 STORE_TIMEOUT_S = 60.0
 _LAST_WORDS_S = 3.0  # a hung rank writes its stacks
 _LAST_WORDS = 6000
@@ -56,7 +56,7 @@ class Rank:
 
 def run_ranks(function: str, *, world: int, hosts: str, device: str = "cuda", timeout_s: float = 150.0,
               arguments: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None,
-              path: Path = ROOT) -> list[dict[str, Any]]:
+              path: Path = CODE_ROOT) -> list[dict[str, Any]]:
     """What `function` ("module:name", found from `path`) returned on each rank, as JSON gives it back.
 
     `hosts`: "one" for all ranks, or "each" its own. `device`: cuda or cpu. Raises AssertionError with the output of the
@@ -72,7 +72,7 @@ def run_ranks(function: str, *, world: int, hosts: str, device: str = "cuda", ti
             own = {**os.environ, **_ONE_MACHINE, **host, **(environment or {})}
             command = [sys.executable, "-m", "analysis.ranks", json.dumps({**call, "rank": rank})]
             with open(folder / f"{rank}.log", "wb") as log:
-                processes.append(subprocess.Popen(command, cwd=ROOT, env=own, stdin=subprocess.DEVNULL, stdout=log,
+                processes.append(subprocess.Popen(command, cwd=CODE_ROOT, env=own, stdin=subprocess.DEVNULL, stdout=log,
                                                   stderr=log))
         _wait(function, processes, folder, time.monotonic() + timeout_s)
     finally:

@@ -1,9 +1,9 @@
 """The arm `save_and_restart`: the same job stopped, saved, launched anew on other hosts and gone on with, in its parts.
 
 A fair peer of a move: Megatron's distributed checkpoint, every process relaunched with the new host list, nothing done
-that a restart doesn't need (no report, no digests), the files still in the page cache. Every time is the moment at
-which the last process had passed a point, taken from the logs, so that the parts add up to the total. What a user's own
-relaunch costs is `shared_imports=False`; with it the imports of all processes of a machine are paid for once.
+that a restart doesn't need (no report, no digests), the files still in the page cache. Every process does its own
+imports, as in a user's own relaunch. Every time is the moment at which the last process had passed a point, taken from
+the logs, so that the parts add up to the total.
 """
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ import numpy as np
 
 from analysis.log import Run, read_run
 from migration.errors import UserError
-
-_ROOT = Path(__file__).resolve().parent.parent
-_FORK_SERVER = "LM_FORKSERVER"  # a server that is up already would make the launch look cheaper than it is
+from migration.forkserver import ADDRESS_VARIABLE
+from migration.versions import CODE_ROOT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,7 @@ class RestartTimes:
 
     save_s: float  # to the complete checkpoint
     end_s: float  # to the end of the last old process
-    launch_s: float  # to our first line in the last new process; with shared imports, the imports too
+    launch_s: float  # to our first line in the last new process
     mpi_s: float  # MPI is up, and everybody has compared notes
     import_s: float  # torch and Megatron
     build_s: float  # model and optimizer
@@ -46,13 +45,13 @@ class RestartTimes:
 
 
 def measure_restart(arguments: Sequence[str], iteration: int, hosts_before: str, hosts_after: str, folder: Path, *,
-                    num_processes: int, shared_imports: bool = False, timeout_s: float = 1800.0) -> RestartTimes:
+                    num_processes: int, timeout_s: float = 1800.0) -> RestartTimes:
     """Stop the job `arguments` before `iteration`, and go on on `hosts_after`. Run folders: `folder`/before, /after.
 
     `arguments`: the harness's, without hosts, run and iterations. Raises UserError if a run fails.
     """
     common = ["--np", str(num_processes), *arguments, "--set", f"iterations={iteration + 2}", "--no-report",
-              *([] if shared_imports else ["--no-shared-imports"])]
+              "--no-shared-imports"]
     checkpoints = folder / "before" / "checkpoints"
     _launch([*common, "--hosts", hosts_before, "--run", str(folder / "before"), "--save-at", str(iteration)], timeout_s)
     ended_s = time.time()
@@ -81,9 +80,10 @@ def _last(run: Run, name: str, column: str) -> float:
 
 def _launch(arguments: list[str], timeout_s: float) -> None:
     command = [sys.executable, "harness.py", *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != _FORK_SERVER}
-    done = subprocess.run(command, cwd=_ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                          timeout=timeout_s)
+    # a fork server that is up already would make the launch look cheaper than it is
+    environment = {name: value for name, value in os.environ.items() if name != ADDRESS_VARIABLE}
+    done = subprocess.run(command, cwd=CODE_ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, timeout=timeout_s)
     if done.returncode:
         raise UserError(f"{' '.join(command)} ended with {done.returncode}: "
                         f"{(done.stderr or done.stdout).strip().splitlines()[-1:]}")

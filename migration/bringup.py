@@ -20,7 +20,7 @@ from migration.errors import UserError
 from migration.options import Options
 from migration.plan import check_moves, initial_roster
 from migration.roster import Roster
-from migration.versions import code_root, collect_versions, describe_other_code
+from migration.versions import CODE_ROOT, collect_versions, describe_other_code
 from migration.world import World, own_address, own_host
 
 
@@ -59,7 +59,7 @@ def bring_up(world: World, config: Config, options: Options) -> Started:
                 "address": own_address(), "node": os.environ.get("SLURMD_NODENAME", ""),
                 "run": options.run, "data": found[0].source.digest,
                 "versions": {**collect_versions(), "NCCL variables": describe_pins(os.environ)},
-                "root": str(code_root())}
+                "root": str(CODE_ROOT)}
 
     try:
         world.start(hello)

@@ -15,8 +15,7 @@ from pathlib import Path
 from migration.arguments import Parser
 from migration.errors import UserError
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
-
-_ROOT = Path(__file__).resolve().parent.parent
+from migration.versions import CODE_ROOT
 
 
 def demo(argv: list[str]) -> int:
@@ -47,6 +46,6 @@ def demo(argv: list[str]) -> int:
 def _step(title: str, arguments: list[str], server: str = "") -> None:
     print(f"\n=== {title}\n$ python {shlex.join(arguments)}", flush=True)
     environment = {**os.environ, **({ADDRESS_VARIABLE: server} if server else {})}
-    code = subprocess.run([sys.executable, *arguments], cwd=_ROOT, env=environment, stdin=subprocess.DEVNULL).returncode
-    if code:
-        raise UserError(f"the demo stopped: {arguments[0]} ended with exit code {code}, see above")
+    done = subprocess.run([sys.executable, *arguments], cwd=CODE_ROOT, env=environment, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise UserError(f"the demo stopped: {arguments[0]} ended with exit code {done.returncode}, see above")

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from migration.versions import CODE_ROOT
 from migration.zygote import RUN_VARIABLE
 
 FOLDER = "processes"
@@ -66,7 +67,7 @@ def write_footprint(run: str, world_rank: int, host: str) -> None:
     found = Footprint(world_rank=world_rank, host=host, machine=socket.gethostname(), boot_id=_boot_id(),
                       pid=os.getpid(), start_ticks=_start_ticks(os.getpid()),
                       node=os.environ.get("SLURMD_NODENAME", ""), job=os.environ.get("SLURM_JOB_ID", ""),
-                      python=sys.executable, program=str(Path(__file__).resolve().parent.parent / "harness.py"))
+                      python=sys.executable, program=str(CODE_ROOT / "harness.py"))
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(asdict(found)))
     os.replace(unfinished, path)

@@ -30,10 +30,11 @@ from typing import IO
 
 from migration.errors import UserError
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
+from migration.versions import CODE_ROOT
 from migration.zygote import RUN_VARIABLE, die_with_parent
 
 _REFUSED_VARIABLE = "LM_REFUSED"
-_HARNESS = Path(__file__).resolve().parent.parent / "harness.py"
+_HARNESS = CODE_ROOT / "harness.py"
 _POLL_S = 0.5
 _TERM_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _RESULT_GRACE_S = 20.0  # from result.json to the end of the last process

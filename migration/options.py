@@ -7,7 +7,7 @@ REQUEUE_CODE = 75  # of a run that is to be started again: EX_TEMPFAIL of sysexi
 
 from migration.schedule import Schedule
 
-# What --omit-state may name: the keys of state_kinds.KINDS and gradients.KIND, which need torch. A test holds them equal.
+# What --omit-state may name: the keys of state_kinds.KINDS and gradients.KIND, which need torch. A test compares them.
 STATE_KINDS = ("parameters", "buffers", "main_parameters", "moments", "optimizer_steps", "grad_scaler", "lr_scheduler",
                "param_groups", "overlap_bookkeeping", "norm_group_cache", "rng_python", "rng_numpy", "rng_torch",
                "rng_cuda", "rng_trackers", "data_position", "history")

@@ -23,7 +23,7 @@ from pathlib import Path
 from migration import unpack
 from migration.arguments import Parser
 from migration.errors import UserError
-from migration.versions import code_root
+from migration.versions import CODE_ROOT
 
 _NODE_S = 120.0  # for one node
 _COPY_S = 600.0  # for sbcast to all of them
@@ -65,7 +65,7 @@ def sync(argv: list[str]) -> int:
     hosts = [host for host in args.hosts.split(",") if host]
     with tempfile.TemporaryDirectory(prefix="lm-sync-") as scratch:
         archive = Path(scratch) / "code.tar"
-        commit = pack(code_root(), archive, dirty=args.dirty)
+        commit = pack(CODE_ROOT, archive, dirty=args.dirty)
         goods = Goods(archive=archive, folder=args.to, identity=hashlib.sha256(archive.read_bytes()).hexdigest(),
                       digest=_digest_of(archive, Path(scratch) / "code"))
         answers = (_spread_in_slurm if "SLURM_JOB_ID" in os.environ else _spread_without)(goods, hosts)

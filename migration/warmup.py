@@ -19,7 +19,7 @@ from migration.errors import DeadlineExpired, MoveFailed
 from migration.job import IterationResult, Job, ShadowUnwanted, close_job, open_groups
 from migration.part import Part
 from migration.recording import Recording, Replay, load_recording, recording_path
-from migration.topology import grid_of, pipeline_role, slots_of_roles
+from migration.topology import pipeline_role, slots_of_roles
 
 if TYPE_CHECKING:
     from migration.member import Member

@@ -15,10 +15,10 @@ from pathlib import Path
 from migration.arguments import Parser, parse_run
 from migration.errors import UserError
 from migration.profiles import DEFAULT_PROFILE, ranks_per_host
+from migration.versions import CODE_ROOT
 from slurm.render import LAUNCHERS, Job, batch_options, render
 from slurm.site import Site, load_site
 
-ROOT = Path(__file__).resolve().parent.parent
 _NO_GROWTH = ("--grow: a running job can't take in processes: MPI_Comm_accept of MPICH can't be given up when nobody "
               "comes, and would stop the job with it; take as many --spares as it may need")
 _SUBMIT_TIMEOUT_S = 120.0
@@ -46,7 +46,7 @@ def submit_command(argv: list[str]) -> int:
 
 def submit(text: str) -> int:
     """sbatch with `text`, in the repository; returns the job's id. Raises UserError with what sbatch says."""
-    command = [_need("sbatch"), "--parsable", f"--chdir={ROOT}"]
+    command = [_need("sbatch"), "--parsable", f"--chdir={CODE_ROOT}"]
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -62,7 +62,7 @@ def salloc_command(text: str) -> list[str]:
 
 
 def _allocate(text: str) -> int:
-    os.chdir(ROOT)
+    os.chdir(CODE_ROOT)
     command = salloc_command(text)
     os.execv(command[0], command)
 

@@ -59,7 +59,8 @@ def run_part(name: str, options: list[str], timeout_s: float) -> dict[str, Any]:
     ends_s = time.monotonic() + timeout_s
     files = sorted(str(path) for path in (ROOT / "tests" / "mpi").glob("test_*.py")) if name == "mpi" else [""]
     found = [run_file(name, file, options, ends_s - time.monotonic()) for file in files]
-    return {"exit_code": max(part["exit_code"] for part in found), "rows": [row for part in found for row in part["rows"]]}
+    return {"exit_code": max(part["exit_code"] for part in found),
+            "rows": [row for part in found for row in part["rows"]]}
 
 
 def run_file(name: str, file: str, options: list[str], timeout_s: float) -> dict[str, Any]:
@@ -71,7 +72,8 @@ def run_file(name: str, file: str, options: list[str], timeout_s: float) -> dict
         try:
             code = process.wait(max(timeout_s, 1.0))
         except subprocess.TimeoutExpired:
-            print(f"run_all: {name} {file} isn't done and the time box is used up; it is ended", file=sys.stderr, flush=True)
+            print(f"run_all: {name} {file} isn't done and the time box is used up; it is ended", file=sys.stderr,
+                  flush=True)
             code = TIMED_OUT
             process.terminate()
             try:

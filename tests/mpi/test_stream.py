@@ -12,7 +12,7 @@ from test_transfer import CONFIGS
 from tiny_jobs import tiny_config
 
 from migration import gradients, internals, state, stream, transfer
-from migration.arms import boundary, cut
+from migration.arms import cut
 from migration.errors import DeadlineExpired, MoveFailed
 from migration.follow import Follower
 from migration.job import Job

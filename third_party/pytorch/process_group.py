@@ -2,8 +2,8 @@
 
 Owns the private names of torch.distributed that the project touches (tried with torch 2.11 and 2.13):
 `ProcessGroup._set_default_backend`, `_register_backend`, `_set_group_name`,
-`ProcessGroupGloo._set_sequence_number_for_group`, `ProcessGroupGloo._Options` and the names of the collectives below. Knows nothing of moves, slots
-or generations.
+`ProcessGroupGloo._set_sequence_number_for_group`, `ProcessGroupGloo._Options` and the names of the collectives below.
+Knows nothing of moves, slots or generations.
 
 Megatron-Core holds a process group in some 70 places. So the group object stays, and what is inside it is replaced:
 a subclass of `ProcessGroup` made by a backend registered with `extended_api=True` is accepted by `init_process_group`
