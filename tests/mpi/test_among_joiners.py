@@ -62,12 +62,18 @@ def record_on_real_groups(job: Job) -> Recording:
     return recorder.finish(result.loss, result.grad_norm)
 
 
+def record_and_prepare(job: Job) -> tuple[Recording, list[str]]:
+    """The leavers train and record; then the joiners' groups are prepared. Returns this slot's recording, and their
+    names. Collective over the world."""
+    build(job.groups, 0, (0, 1))
+    recording = record_on_real_groups(job) if world().rank < 2 else None
+    mine = world().allgather(recording)[job.slot]
+    return mine, build(job.groups, 1, (2, 3))
+
+
 def test_joiners_repeat_what_the_leavers_did_over_groups_of_their_own(job: Job) -> None:
     comm = world()
-    build(job.groups, 0, (0, 1))
-    recording = record_on_real_groups(job) if comm.rank < 2 else None
-    mine = comm.allgather(recording)[job.slot]
-    names = build(job.groups, 1, (2, 3))
+    mine, names = record_and_prepare(job)
     if comm.rank >= 2:
         before = {name: handle.inner for name, handle in job.groups.handles.items()}
         real = job.groups.connect_among_joiners(names)
@@ -90,10 +96,7 @@ def test_joiners_repeat_what_the_leavers_did_over_groups_of_their_own(job: Job) 
 def test_a_joiner_that_gives_up_leaves_nobody_waiting(job: Job) -> None:
     """Rank 2 makes another call than recorded and stops; rank 3 waits for it until the move's abort."""
     comm = world()
-    build(job.groups, 0, (0, 1))
-    recording = record_on_real_groups(job) if comm.rank < 2 else None
-    mine = comm.allgather(recording)[job.slot]
-    names = build(job.groups, 1, (2, 3))
+    mine, names = record_and_prepare(job)
     if comm.rank >= 2:
         real = job.groups.connect_among_joiners(names)
         other = replace(mine, calls=(replace(mine.calls[0], operation="barrier"), *mine.calls[1:]))

@@ -69,6 +69,11 @@ def train(job: Job, num_iterations: int) -> list[tuple[str, ...]]:
     return rows
 
 
+def save(job: Job, root: Path) -> Path:
+    """Collective. Returns the checkpoint's folder, which only the first rank is told."""
+    return world().bcast(checkpoint.save(job, options(root), VERSIONS)[0])
+
+
 def digests(job: Job) -> dict[str, str]:
     """With whole parameters, as a checkpoint holds them."""
     job.finish()
@@ -102,7 +107,7 @@ def test_what_a_save_costs_the_job_is_nothing(root: Path) -> None:
     with four_slots(tp=2, dp=2) as job:
         train(job, 2)
         before = digests(job)
-        checkpoint.save(job, options(root), VERSIONS)
+        save(job, root)
         assert digests(job) == before
 
 
@@ -110,7 +115,7 @@ def test_the_last_two_are_kept_and_latest_is_the_last(root: Path) -> None:
     with four_slots(tp=2, dp=2) as job:
         for _ in range(3):
             train(job, 1)
-            checkpoint.save(job, options(root), VERSIONS)
+            save(job, root)
     if world().rank == 0:
         kept = [2, 3]
         assert [iteration for iteration, _ in checkpoint_files.list_complete(root / "c")] == kept
@@ -123,7 +128,7 @@ def test_megatrons_own_tools_read_it(root: Path) -> None:
     from megatron.core import dist_checkpointing
     with four_slots(tp=2, dp=2) as job:
         train(job, 1)
-        folder = world().bcast(checkpoint.save(job, options(root), VERSIONS)[0])
+        folder = save(job, root)
         tensors = dist_checkpointing.load_plain_tensors(str(folder))
         weights = [t for name, t in tensors.items() if name.startswith("decoder.layers") and "fc1.weight" in name]
         assert weights and all(t.shape[-2:] == (64, 16) for t in weights), "not whole: the job has tp=2"
@@ -133,7 +138,7 @@ def test_other_bits_than_were_saved_are_noticed(root: Path, monkeypatch: pytest.
     """Without the care that is taken for Adam's steps, say, they would be one tensor for all parameters."""
     with four_slots(tp=2, dp=2) as job:
         train(job, 2)
-        folder = world().bcast(checkpoint.save(job, options(root), VERSIONS)[0])
+        folder = save(job, root)
         monkeypatch.setattr(internals, "undo_load_side_effects", lambda optimizer, keys: None)
         with pytest.raises(StateMismatch, match="param_groups"):
             checkpoint.load(job, str(folder))
@@ -143,7 +148,7 @@ def test_damaged_contents_are_a_users_error(root: Path) -> None:
     """Sizes as they were, so that only reading finds it."""
     with four_slots(tp=2, dp=2) as job:
         train(job, 1)
-        folder = world().bcast(checkpoint.save(job, options(root), VERSIONS)[0])
+        folder = save(job, root)
         if world().rank == 0:
             for path in folder.glob("*.distcp"):
                 path.write_bytes(bytes(path.stat().st_size))
@@ -157,7 +162,7 @@ def test_damaged_contents_are_a_users_error(root: Path) -> None:
 def test_source_and_config_are_written_down(root: Path) -> None:
     with four_slots(tp=2, dp=2) as job:
         train(job, 1)
-        folder = world().bcast(checkpoint.save(job, options(root), VERSIONS)[0])
+        folder = save(job, root)
         found = checkpoint_files.read_manifest(folder)
         assert (found.data, found.iteration, found.versions) == (CountingSource.digest, 1, VERSIONS)
         assert found.config == json.loads(json.dumps(checkpoint_files.comparable(job.config)))
