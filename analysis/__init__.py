@@ -1,8 +1,8 @@
 """What a run left behind, read back.
 
 log.py reads a run folder, measures.py and moves.py turn it into figures, report.py prints them (tables.py), plots.py
-draws them, and compare.py tells whether two runs are equal to the last bit. Nothing of these takes part in a run: torch, MPI and
-the migration logic aren't imported, only the schema of the log and the errors.
+draws them, and compare.py tells whether two runs are equal to the last bit. Nothing of these takes part in a run:
+torch, MPI and the migration logic aren't imported, only the schema of the log and the errors.
 
 `harness.py --experiment` is experiments.py: it starts jobs, whose tables are in ablation.py, speed.py, scale.py and
 straggling.py, and a save and restart of them (restart_arm.py).
