@@ -5,6 +5,7 @@ records and requests in, and asks the table what to do. Control thread only, so 
 """
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from migration import pacing
 from migration.arms import boundary
 from migration.checkpoint_files import list_complete
 from migration.config import Config
+from migration.deputy import Gate
 from migration.errors import UserError
 from migration.stores import start_store
 from migration.move import MoveTally
@@ -32,6 +34,9 @@ from migration.watch import Watch
 from migration.world import World
 
 _BEAT_S = 5.0  # or more often, where processes wait for less before they end themselves
+# after these alone another controller would come to the same
+_NO_VERDICT = frozenset({Action.PROPOSE_POSITION, Action.SEND_SWITCH, Action.SEND_PARK, Action.QUEUE_REQUEST,
+                         Action.REFUSE_CANCEL, Action.RECOUNT})
 
 
 class Actions:
@@ -42,6 +47,7 @@ class Actions:
         self.world, self.config, self.options, self.timeline, self.term = world, config, options, timeline, term
         self.successor: int | None = None
         self._on_end, self._address = on_end, address
+        self._gate = Gate()
         self._tally = MoveTally(roster, require_bitwise=options.require_bitwise)
         self._record = RunRecord(config=config, num_iterations=options.last_iteration(config.iterations),
                                  run=options.run, timeline=timeline, progress_s=options.progress_s)
@@ -64,11 +70,14 @@ class Actions:
         self._connect_s = 0.0  # what connecting a group took before, at the slowest member
         self._times_s: deque[float] = deque(maxlen=5)  # of the last iterations
         self._ended = False
+        self._verdict: dict[str, Any] | None = None  # on the run, once it is over: arguments of _carry_out_end
 
     # ---- speaking
 
     def _send(self, rank: int, kind: str, **fields: Any) -> None:
-        self.world.send(rank, {"kind": kind, "term": self.term, **fields})
+        """Once the deputy has what it follows from."""
+        record = {"kind": kind, "term": self.term, **fields}
+        self._gate.put(lambda: self.world.send(rank, record))
 
     def _broadcast(self, kind: str, **fields: Any) -> None:
         for rank in range(self.world.size):
@@ -92,6 +101,8 @@ class Actions:
         """Carry out what the table says, in order."""
         if actions and self._tally.phase is not Phase.TRAINING:
             self.timeline.add_event("phase", self._tally.phase.value, self._tally.number)
+        if not _NO_VERDICT.issuperset(actions):
+            self._gate.close()
         for action in actions:
             getattr(self, "_" + action.name.lower())()
 
@@ -177,11 +188,14 @@ class Actions:
 
     def _send_park(self) -> None:
         self._may_be_closed = "lazy" in self._tally.rooms
+        if self._may_be_closed:
+            self._gate.close()  # an abort is another one now
         self._to_members("PARK")
 
     def _send_commit(self) -> None:
         assert self._move is not None
-        self._move.committed_s = self.timeline.clock()
+        if math.isnan(self._move.committed_s):  # else another controller has sent it before
+            self._move.committed_s = self.timeline.clock()
         self._watch.set_deadline(self.options.switch_deadline_s, "the acknowledgement of the commit")
         self._to_members("COMMIT", release=self._hold_to_release())
 
@@ -263,8 +277,15 @@ class Actions:
     def _end(self, status: str, error: str | None, *, code: int = 0, requeue: bool = False) -> None:
         """`code`: the run's exit code; `requeue`: it is to be started again, and will go on from its checkpoint."""
         self._ended = True
+        self._verdict = {"status": status, "error": error, "code": code, "requeue": requeue}
+        self._gate.close()
+        self._gate.put(self._carry_out_end)
+
+    def _carry_out_end(self) -> None:
+        assert self._verdict is not None
+        error, code = self._verdict["error"], self._verdict["code"]
         self._server.close()
-        self._record.end(status, error, self._tally, self.term, code=code, requeue=requeue)
+        self._record.end(**self._verdict, tally=self._tally, term=self.term)
         if error is None and self.options.report:
             self.timeline.close()  # HDF5 doesn't let a process read the file that it writes
             try:

@@ -4,7 +4,8 @@
 raise (an exception), kill (SIGKILL to itself), hang (never goes on), corrupt (wrong bits: of the probe, of the
 acknowledged position, of the received state), cancel (asks the controller to cancel the move), slow (in PREPARING: it
 multiplies matrices SLOWDOWN times slower). A kill or a hang also in LEAVING, at the leaver of SLOT when it has come to
-the switchover, and in COMMITTED, at the joiner before it acknowledges.
+the switchover, and in COMMITTED, at the joiner before it acknowledges. A kill also in VERDICT, at the controller when
+its deputy has the verdict on a move of SLOT, and before anybody else has heard it.
 """
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from migration.errors import MoveFailed, UserError
@@ -22,7 +23,7 @@ _KILL_AFTER_S = 0.5
 
 KINDS = ("raise", "kill", "hang", "corrupt", "cancel", "slow")
 SLOWDOWN = 100
-PHASES = ("PREPARING", "READY", "SWITCHING", "LEAVING", "COMMITTED")
+PHASES = ("PREPARING", "READY", "SWITCHING", "LEAVING", "COMMITTED", "VERDICT")
 
 
 class InjectedFault(MoveFailed):
@@ -48,6 +49,8 @@ def parse_fault(text: str) -> Fault:
                         f"{', '.join(KINDS)}, phases {', '.join(PHASES)}")
     if match[1] == "slow" and match[3] != "PREPARING":
         raise UserError(f"--fault {text}: a joiner's speed is measured in PREPARING only")
+    if match[3] == "VERDICT" and match[1] != "kill":
+        raise UserError(f"--fault {text}: in VERDICT there is kill only")
     if match[3] in ("LEAVING", "COMMITTED") and match[1] not in ("kill", "hang"):
         raise UserError(f"--fault {text}: in {match[3]} there are kill and hang only")
     return Fault(kind=match[1], slot=int(match[2]), phase=match[3], text=text,
@@ -62,18 +65,29 @@ class Faults:
         self._on_fired = on_fired
         self._lock = threading.Lock()
 
+    def take(self, phase: str, slot: int, move: int) -> Fault | None:
+        """The fault that is due, for the caller to tell and to carry out."""
+        with self._lock:
+            due = next((fault for fault in self._waiting
+                        if (fault.phase, fault.slot) == (phase, slot) and fault.move in (None, move)), None)
+            if due is not None:
+                self._waiting.remove(due)
+            return due
+
+    def forget(self, texts: Collection[str]) -> None:
+        """These have fired, in another process."""
+        with self._lock:
+            self._waiting = [fault for fault in self._waiting if fault.text not in texts]
+
     def fire(self, phase: str, slot: int, move: int) -> str:
         """Called at a fault point. Returns the kind for the caller to act on: hang, corrupt, cancel, slow, or
         ''.
 
         Raises InjectedFault for `raise`; `kill` is a hang that ends soon.
         """
-        with self._lock:
-            due = next((fault for fault in self._waiting
-                        if (fault.phase, fault.slot) == (phase, slot) and fault.move in (None, move)), None)
-            if due is None:
-                return ""
-            self._waiting.remove(due)
+        due = self.take(phase, slot, move)
+        if due is None:
+            return ""
         self._on_fired(due)
         if due.kind == "raise":
             raise InjectedFault(f"fault {due.text}")

@@ -162,6 +162,8 @@ class Leaving(Actions):
         if roster.hosts[self.world.rank] in {d.host for d in ending}:
             self.successor = choose_successor(roster)  # it will come back to this
             return
+        if ending:
+            self._gate.close()
         for departure in ending:
             ranks = [r for r in roster.world_ranks_of(departure.host) if r not in roster.lost]
             self._tell(f"Slurm: node {departure.host} holds no slot any more; its {len(ranks)} processes end")

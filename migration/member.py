@@ -36,6 +36,7 @@ class Member(PartThreads):
         super().__init__(world=world, groups=groups, timeline=timeline, options=options)
         self.address = address
         self.term = 0  # of the controller
+        self._committed = -1  # number of the last move whose commit this process has heard
         self.is_training = False  # every slot has started
         self.warm_roles: set[str] = set()  # of pipelines, that this process has run; see warmup.py
         self.figures: Figures | None = None  # of this process, measured last; None: nobody wants them
@@ -89,14 +90,17 @@ class Member(PartThreads):
         sys.stderr.flush()
         os._exit(code)
 
-    def _on_beat(self, _record: Record) -> None:
+    def _on_beat(self, record: Record) -> None:
         """That it came says that the controller lives."""
+        self.deputy = record["deputy"]
 
     def _tell_alive(self) -> None:
         if self._neighbours is None and self.is_training:
             machines = [hello["machine"] for hello in self.world.hellos]
             self._neighbours = Neighbours(self.options.run, self.world.rank, machines)
         gone = self._neighbours.gone() if self._neighbours is not None else []
+        if self.controller in gone:
+            self._doubt(has_died=True)
         is_idle = self.part is None and not self.is_recovering and not self.groups.is_closing
         self.tell("ALIVE", idle=is_idle, gone=gone, roles=sorted(self.warm_roles))
 
@@ -107,7 +111,14 @@ class Member(PartThreads):
         self.is_training = True
 
     def _on_controller(self, record: Record) -> None:
-        self.term, self.controller = record["term"], record["controller"]
+        """Another one, which must hear where this process stands, and what the last one may have heard alone."""
+        self.term, self.controller, self.deputy = record["term"], record["controller"], None
+        self.is_training = True
+        self.hold_at(set(record["holds"]))
+        self.tell("STANDING", slot=self.slot, position=self.position, generation=self.generation,
+                  part=-1 if self.part is None else self.part.number, committed=self._committed)
+        for told in self._told.again(record["heard"]):
+            self.world.send(self.controller, told)
 
     def _on_end(self, record: Record) -> None:
         # MPI may still hold what this process has sent, such as everybody's END: keep it going for a while
@@ -172,8 +183,10 @@ class Member(PartThreads):
         self.part.may_park = True
 
     def _on_commit(self, record: Record) -> None:
+        if self._committed == record["move"]:
+            return  # another controller says it again
         assert self.part is not None and self.part.number == record["move"], record
-        self.part.verdict = "COMMIT"
+        self.part.verdict, self._committed = "COMMIT", record["move"]
         self._holds.discard(record["release"])
 
     def _on_abort(self, record: Record) -> None:
@@ -203,6 +216,8 @@ class Member(PartThreads):
     def _on_end_before(self, record: Record) -> None:
         """A proposal, or with `agreed` the verdict. Who has accepted waits at that iteration for what comes next."""
         iteration = record["iteration"]
+        if self._end == (iteration, True):
+            return  # another controller says it again
         accepted = (self._stop, self._begun) <= (boundary(iteration), False)
         assert accepted or not record["agreed"], f"at stop {self._stop}, past the agreed end before {iteration}"
         if accepted:

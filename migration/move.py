@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from enum import Enum
+from typing import Any
 
 from migration.protocol import Action, Event, Machine, Phase
 from migration.roster import MovePlan, Roster
@@ -41,11 +42,10 @@ class MoveTally:
     never else; SWITCHING is only entered when every member has reported PREPARED and then ACCEPTED one position.
     """
 
-    def __init__(self, roster: Roster, *, generation: int = 0, num_moves: int = 0, require_bitwise: bool = False,
-                 machine: Machine | None = None) -> None:
+    def __init__(self, roster: Roster, *, require_bitwise: bool = False, machine: Machine | None = None) -> None:
         self.roster = roster
-        self.generation = generation
-        self.number = num_moves - 1  # of the move under way, or of the last one
+        self.generation = 0
+        self.number = -1  # of the move under way, or of the last one
         self.plan: MovePlan | None = None
         self.position: int | None = None
         self._first_stop = 0
@@ -206,6 +206,30 @@ class MoveTally:
         old = {slot: self._probes[rank][0] for slot, rank in enumerate(self._holders_before)}
         new = {slot: self._probes[rank][1] for slot, rank in enumerate(self.roster.after(self.plan).holders)}
         return [slot for slot in old if old[slot] != new[slot]]
+
+    # ---- for another controller
+
+    def to_json(self) -> dict[str, Any]:
+        value = {"roster": self.roster.to_json(), "generation": self.generation, "number": self.number,
+                 "phase": self.phase.value, "plan": None, "reason": self.reason}
+        if self.plan is not None and self.phase not in (Phase.TRAINING, Phase.RECOVERING):
+            value |= {"plan": self.plan.to_json(), "holders_before": self._holders_before, "position": self.position}
+        return value
+
+    def load_json(self, value: dict[str, Any]) -> None:
+        """Where another controller's tally was. Its members must all report once more.
+
+        Before a verdict it doesn't matter how far the move was, for none can be come to any more but an abort, or, if
+        it turns out that members have heard one, that one: SWITCHING takes both.
+        """
+        self.roster, self.generation = Roster.from_json(value["roster"]), value["generation"]
+        self.number, self.reason = value["number"], value["reason"]
+        phase = Phase(value["phase"])
+        self._machine.phase = Phase.SWITCHING if phase in (Phase.PREPARING, Phase.READY) else phase
+        if value["plan"] is not None:
+            self.plan, self.position = MovePlan.from_json(value["plan"]), value["position"]
+            self._holders_before = tuple(value["holders_before"])
+            self._waiting = self.members
 
     def _enter(self, reason: str) -> None:
         if self.phase is Phase.ABORTED:

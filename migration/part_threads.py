@@ -20,6 +20,7 @@ from migration.part import Part
 from migration.rebuilding import Rebuilding
 from migration.stream import Sender
 from migration.timeline import Timeline
+from migration.told import Told
 from migration.wire import Wire
 from migration.world import World
 
@@ -31,6 +32,8 @@ class PartThreads(Rebuilding):
         super().__init__(groups)
         self.world, self.timeline, self.options = world, timeline, options
         self.controller = 0  # its world rank
+        self.deputy: int | None = None  # the controller's, as it has said last
+        self._told = Told()
         self.part: Part | None = None
         self.faults = Faults(options.faults, self._on_fault)
 
@@ -38,7 +41,15 @@ class PartThreads(Rebuilding):
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Send a record to the controller."""
-        self.world.send(self.controller, {"kind": kind, "from": self.world.rank, **fields})
+        with self._told.lock:
+            self.world.send(self.controller, self._told.note({"kind": kind, "from": self.world.rank, **fields}))
+        if kind == "FATAL":
+            self._doubt(has_died=False)  # perhaps since the controller's process is lost
+
+    def _doubt(self, *, has_died: bool) -> None:
+        """Tell the deputy that the controller may be lost."""
+        if self.deputy is not None:
+            self.world.send(self.deputy, {"kind": "DOUBT", "controller": self.controller, "has_died": has_died})
 
     def report(self, part: Part, report: Report, value: object = None, **fields: Any) -> None:
         self.tell("REPORT", report=report.value, move=part.number, value=value, **fields)

@@ -29,11 +29,12 @@ from migration.member import Member
 from migration.own_time import build_own_time
 from migration.pacing import choose_share
 from migration.placement import take_gpu
+from migration.role import Role
 from migration.roster import Roster
 from migration.slot_recording import SlotRecording
 from migration.slot_work import SlotWork
 from migration.timeline import Clock, Timeline
-from migration.world import Record, World
+from migration.world import World
 
 _ANSWER_S = 30.0  # for the controller to look who else is lost, and to decide
 
@@ -67,12 +68,12 @@ class Process(SlotWork):
         self.member.slot = started.roster.slot_of(world.rank)
         self.member.hold_at(self.options.schedule().holds)
         self._measure()
-        self._controller: Controller | None = None
+        self._role = Role(self.member, self._make_controller)
         self._recording = SlotRecording(self.groups, self.timeline, self.options)
         if world.rank == 0:
-            self._controller = self._make_controller(started.roster, 0)
+            self._role.begin(started.roster)
         signal.signal(signal.SIGUSR2, lambda *_: self.member.vacate_own_host())
-        world.go(self._on_record, self._on_tick)
+        world.go(self._role.on_record, self._role.on_tick)
         if self.member.slot is None:
             self.member.tell("READY", recovery=0)
 
@@ -138,7 +139,7 @@ class Process(SlotWork):
     def _make_controller(self, roster: Roster, term: int) -> Controller:
         made = Controller(world=self.world, config=self.config, options=self.options, roster=roster, term=term,
                           timeline=self.timeline, address=self._address(), on_end=self._on_end,
-                          start=self._started.start)
+                          start=self._started.start, step_down=self._role.step_down, faults=self.member.faults)
         if self._started.slurm_job:
             made.start_watch(self._started.slurm_job)
         return made
@@ -147,26 +148,6 @@ class Process(SlotWork):
         """Where other processes of the run reach this one."""
         one_machine = self._started.address == "127.0.0.1"
         return "127.0.0.1" if one_machine else self.world.hellos[self.world.rank]["address"]
-
-    def _on_record(self, record: Record) -> None:
-        if record["kind"] == "INHERIT":
-            self._controller = self._make_controller(Roster.from_json(record["roster"]), record["term"])
-            self._controller.inherit(record)
-        elif "term" in record:
-            self.member.on_record(record)
-        elif self._controller is not None:
-            self._controller.on_record(record)
-        else:  # sent before the sender heard of the new controller
-            self.world.send(self.member.controller, record)
-
-    def _on_tick(self, now_s: float) -> None:
-        if self._controller is not None:
-            self._controller.on_tick(now_s)
-            if self._controller.successor is not None and not self._controller.is_to_end:
-                self.member.controller = self._controller.successor
-                self._controller.resign()
-                self._controller = None
-        self.member.on_tick(now_s)
 
     def begin_anew(self) -> None:
         """The training thread, out of all that it was at: what it held goes. Its slot may be another now, or none."""

@@ -61,6 +61,15 @@ class MoveRecord:
         self.arrived_s, self.resumed_s, self.committed_s = [], [], math.nan
         self.num_bytes = self.num_rebuilt = self.num_kept = 0
 
+    def to_json(self) -> dict[str, Any]:
+        """For another controller, without what members report after the verdict: they tell it again."""
+        return {"request": self.request, "request_id": self.request_id, "arm": self.arm, "plan": self.plan.to_json(),
+                "requested_s": self.requested_s, "ready_s": self.ready_s, "committed_s": self.committed_s}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any], term: int) -> MoveRecord:
+        return cls(**{**value, "plan": MovePlan.from_json(value["plan"])}, term=term)
+
     @property
     def restored(self) -> str:
         """Said of an aborted move that couldn't leave the old communicators as they were; empty for all others."""
@@ -190,10 +199,11 @@ class RunRecord:
         unfinished.write_text(json.dumps(result, indent=1))
         os.replace(unfinished, path)
 
-    # ---- handing the role over
+    # ---- for another controller
 
-    def to_json(self) -> dict[str, Any]:
-        return {"moves": self.moves, "faults": self.faults, "checkpoints": self.checkpoints,
+    def to_json(self, first_move: int = 0) -> dict[str, Any]:
+        """Of the moves those from `first_move` on, for they only become more."""
+        return {"moves": self.moves[first_move:], "faults": self.faults, "checkpoints": self.checkpoints,
                 "recoveries": self.recoveries}
 
     def load_json(self, value: dict[str, Any]) -> None:

@@ -1,27 +1,27 @@
 """Unplanned failures: who is lost, and how the job goes on without them, in the processes that live.
 
 The controller's part; rebuilding.py is a process's. Every slot drops what it is at, spares take the slots of those
-lost, and the whole job is built anew as the next generation, as at the start of a run: all are READY, the controller
-serves a store, all have STARTED. It goes on from the newest checkpoint that is whole. Where that can't be done, the job ends and
-may be started again (`requeue`). Control thread only.
+lost, and the whole job is built anew as the next generation, as at the start of a run (starting.py), from the newest
+checkpoint that is whole. Where that can't be done, the job ends and may be started again (`requeue`). Control thread
+only.
 """
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from migration.actions import Actions
 from migration.checkpoint_files import Start, find_restart
 from migration.plan import MovePlan, Roster, plan_recovery
 from migration.protocol import Event, Phase
+from migration.starting import Starting
 from migration.stopping import Stop
+from migration.watch import LONGEST_TICK_S, LOOK_AROUND_S
 from migration.world import Record
 
-_LOOK_AROUND_S = 1.8  # more than three heartbeats: how long a process may say nothing once another has failed
 _GATHER_S = 0.6  # more than a heartbeat: processes that die together are replaced together
 _RESTART_S = 1800.0  # at least: a large checkpoint is read in this time
-_LONGEST_TICK_S = 0.1  # what a tick counts at most: while this process stands still it hears nobody
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,20 +51,14 @@ class RecoveryRecord:
     recovery_s: float | None = None  # from the decision to the end of the first iteration on the last slot
 
 
-class Recovery(Actions):
-    """Losses, the start of a generation by all slots, and what became of it."""
+class Recovery(Starting):
+    """Losses, and how the job goes on after each."""
 
     _stop: Stop | None
+    _step_down: Callable[[str], None]  # ends this process
 
-    def __init__(self, *, start: Start, **fields: Any) -> None:
-        """`start`: where the run began."""
+    def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
-        self._run_start = start
-        self._ready: set[int] = set()
-        self._awaited = set(range(self.world.size))  # who must be ready before the generation is built
-        self._is_starting = self.term > 0  # it is being built, or has been
-        self._started: set[int] = set()
-        self._has_begun = self.term > 0  # every slot has been there once
         self._failure: Failure | None = None
         self._suspects: dict[int, str] = {}  # world ranks that hold slots and are lost, and how that was noticed
         self._dead: set[int] = set()  # world ranks that nothing is to be sent to
@@ -74,42 +68,22 @@ class Recovery(Actions):
         self._recovery: RecoveryRecord | None = None  # the last one, until its first iteration is done
         self._recovery_s = 0.0  # when it began
         self._num_done = 0  # iterations before it, of which none was done again so far
-        self._to_finish_one: set[int] = set()  # world ranks whose first iteration since is awaited
 
     def _send(self, rank: int, kind: str, **fields: Any) -> None:
         if rank not in self._dead:
             super()._send(rank, kind, **fields)
 
-    # ---- a generation that all slots begin together
+    # ---- where the job goes on
 
-    def _on_ready(self, record: Record) -> None:
-        if self._is_current(record):
-            self._ready.add(record["from"])
-            self._start_if_ready()
-
-    def _is_current(self, record: Record) -> bool:
-        return record["recovery"] == len(self._record.recoveries)
-
-    def _start_if_ready(self) -> None:
-        """Once all that are awaited are ready; of a spare that was lost before, nobody waits."""
-        if not self._is_starting and self._awaited <= self._ready | self._tally.roster.lost:
-            self._is_starting = True
-            self._start_store(self._tell_to_start)
-
-    def _tell_to_start(self) -> None:
-        start = self._run_start
+    def _choose_start(self) -> Start:
+        start = super()._choose_start()
         if self._recovery is not None:
             start = find_restart(start, self.options.checkpoints)  # nobody writes one now
             self._num_done = max([self._num_done, *self._positions.values()])
             self._tell_restart(start)
             self._watch.set_deadline(max(_RESTART_S, self.options.prepare_deadline_s),
                                      "connecting the new generation and loading the checkpoint")
-        # what slots have said of their last generation is no more
-        self._positions.clear()
-        self._finished.clear()
-        self._to_finish_one = set(self._tally.roster.holders)
-        self._broadcast("START", store=[self._address, self._store.port], folder=start.folder,
-                        iteration=start.iteration)
+        return start
 
     def _tell_restart(self, start: Start) -> None:
         assert self._recovery is not None
@@ -120,18 +94,7 @@ class Recovery(Actions):
             self.timeline.add_event("checkpoint", note)
         self._tell_recovery(f"goes on at iteration {start.iteration} from {start.folder or 'the start of the run'}; "
                             f"{self._recovery.redone} iterations are done again")
-        self._keep()
-
-    def _on_started(self, record: Record) -> None:
-        if not self._is_current(record):
-            return
-        self._started.add(record["from"])
-        self._positions[record["from"]] = record["iteration"]
-        if len(self._started) == self.config.job_size:
-            self._has_begun = True
-            if self._tally.phase is Phase.RECOVERING:
-                self._take_event(Event.ALL_RECOVERED)
-            self._broadcast("BEGUN")
+        self._write_down()
 
     def _note_iteration(self, rank: int) -> None:
         """A slot has finished an iteration, or the run."""
@@ -141,7 +104,7 @@ class Recovery(Actions):
         self._recovery.recovery_s = time.monotonic() - self._recovery_s
         self._tell_recovery(f"done: noticed {self._recovery.detect_s:.1f} s after the last word of a lost process, "
                             f"first iteration done {self._recovery.recovery_s:.1f} s later")
-        self._keep()
+        self._write_down()
         self._recovery, self._num_done = None, 0
 
     # ---- who is lost
@@ -157,9 +120,8 @@ class Recovery(Actions):
         self._dead.update({rank} if has_died else ())
         if rank in roster.lost or rank in self._suspects or self._ended:
             return
-        if rank == self.world.rank:  # its training thread hangs; nobody can be told to go on without the controller
-            self._end_job(f"world rank {rank} on {roster.hosts[rank]}, the controller's: {why}",
-                          requeue=self._can_go_on(True))
+        if rank == self.world.rank:
+            self._suspect_own(f"world rank {rank} on {roster.hosts[rank]}, the controller's: {why}")
             return
         if rank not in roster.holders:
             self._lose_spare(rank, why)
@@ -167,6 +129,13 @@ class Recovery(Actions):
         if not self._suspects:
             self._replace_at_s = time.monotonic() + _GATHER_S
         self._suspects[rank] = why
+
+    def _suspect_own(self, text: str) -> None:
+        """Its training thread hangs. Nobody can be told to go on without the controller, but its deputy."""
+        if self._gate.deputy is None:
+            self._end_job(text, requeue=self._can_go_on(True))
+        else:
+            self._step_down(f"{text}; the process ends, and the deputy goes on")
 
     def _lose_spare(self, rank: int, why: str) -> None:
         text = f"world rank {rank} on {self._tally.roster.hosts[rank]} is lost: {why}"
@@ -182,11 +151,11 @@ class Recovery(Actions):
 
     def _look_around(self, now_s: float) -> None:
         """At every tick: is a failure explained by a loss, and has everybody been found that is lost?"""
-        passed_s, self._ticked_s = min(now_s - self._ticked_s, _LONGEST_TICK_S), now_s
+        passed_s, self._ticked_s = min(now_s - self._ticked_s, LONGEST_TICK_S), now_s
         failure = self._failure
         if failure is not None:
             failure.looked_s += passed_s
-            if failure.looked_s > _LOOK_AROUND_S and not self._suspects:
+            if failure.looked_s > LOOK_AROUND_S and not self._suspects:
                 for rank, _ in self._watch.silent_for(now_s, now_s - failure.since_s):
                     self._suspect(rank, f"it died or can't be reached; first seen by {failure.message}")
                 if not self._suspects:
@@ -207,6 +176,12 @@ class Recovery(Actions):
             self._tell_lost(rank, text)
         self._begin_record(list(suspects), "; ".join(texts), plan, now_s)
         self._act(self._tally.lose_slots(suspects, "; ".join(texts) + cannot, plan))
+
+    def _recover_all(self, why: str, lost: int) -> None:
+        """Build every slot anew since `lost` is, which held none that is to be replaced."""
+        plan, cannot = self._plan_replacement(self._tally.recoverable)
+        self._begin_record([lost], why, plan, time.monotonic())
+        self._act(self._tally.lose_slots([], why + cannot, plan))
 
     def _plan_replacement(self, roster: Roster) -> tuple[MovePlan | None, str]:
         """The spares that take the slots, or None and why the job ends instead."""
@@ -234,10 +209,11 @@ class Recovery(Actions):
         hosts = self._tally.roster.hosts
         self._recovery = RecoveryRecord(
             lost=lost, hosts=[hosts[rank] for rank in lost], slots=list(plan.slots), to=list(plan.joiners), why=why,
-            generation=self._tally.generation + 1, detect_s=max(now_s - self._watch.heard_s(rank) for rank in lost))
+            generation=self._tally.generation + 1,
+            detect_s=max((now_s - self._watch.heard_s(rank) for rank in lost), default=0.0))
         self._record.recoveries.append(asdict(self._recovery))
 
-    def _keep(self) -> None:
+    def _write_down(self) -> None:
         """The record's figures, as far as they are known."""
         assert self._recovery is not None
         self._record.recoveries[-1] = asdict(self._recovery)

@@ -28,11 +28,12 @@ _MAX_WAITING = 32  # connections at once, so that strangers can't take every fil
 
 @dataclass(slots=True, kw_only=True)
 class _Waiting:
-    """A connection whose request hasn't come whole."""
+    """A connection whose request hasn't come whole, or whose reply waits."""
 
     connection: socket.socket
     ends_s: float  # monotonic
     data: bytes = b""
+    reply: bytes = b""  # once it has
 
 
 class NoJob(UserError):
@@ -56,34 +57,45 @@ class RequestServer:
             file.write(text)
         os.replace(unfinished, self._path)
 
-    def poll(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Answer the requests that have come whole. What is no request of this run's user is answered with an error."""
+    @property
+    def has_replied(self) -> bool:
+        """Whether every request that has come whole has its reply."""
+        return not any(waiting.reply for waiting in self._waiting)
+
+    def poll(self, answer: Callable[[dict[str, Any]], dict[str, Any]],
+             may_reply: Callable[[], bool] = lambda: True) -> None:
+        """Answer the requests that have come whole. What is no request of this run's user is answered with an error.
+
+        A reply goes out once `may_reply()`.
+        """
         if len(self._waiting) < _MAX_WAITING:
             with contextlib.suppress(OSError):  # nobody came, or has left again, or can't be served just now
                 connection, _ = self._socket.accept()
                 connection.setblocking(False)
                 self._waiting.append(_Waiting(connection=connection, ends_s=time.monotonic() + _TIMEOUT_S))
-        self._waiting = [waiting for waiting in self._waiting if not self._is_done(waiting, answer)]
+        for waiting in self._waiting:
+            if not waiting.reply and self._has_come(waiting):
+                waiting.reply = json.dumps(self._reply(waiting.data, answer)).encode() + b"\n"
+        if may_reply():
+            self._send_replies()
 
-    def _is_done(self, waiting: _Waiting, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-        connection = waiting.connection
+    def _has_come(self, waiting: _Waiting) -> bool:
+        """Whether there is nothing more to wait for."""
         try:
-            part = connection.recv(_MAX_REQUEST_BYTES)
+            part = waiting.connection.recv(_MAX_REQUEST_BYTES)
         except BlockingIOError:
-            if time.monotonic() < waiting.ends_s:
-                return False
-            part = b""
+            return time.monotonic() >= waiting.ends_s
         except OSError:
             part = b""  # the client is gone
         waiting.data += part
-        if part and not waiting.data.endswith(b"\n") and len(waiting.data) < _MAX_REQUEST_BYTES:
-            return False
-        with connection:
-            reply = json.dumps(self._reply(waiting.data, answer)).encode() + b"\n"
-            with contextlib.suppress(OSError):  # the client went away: nobody is left to answer
-                connection.settimeout(_SEND_TIMEOUT_S)
-                connection.sendall(reply)
-        return True
+        return not part or waiting.data.endswith(b"\n") or len(waiting.data) >= _MAX_REQUEST_BYTES
+
+    def _send_replies(self) -> None:
+        for waiting in [waiting for waiting in self._waiting if waiting.reply]:
+            self._waiting.remove(waiting)
+            with waiting.connection, contextlib.suppress(OSError):  # the client went away: nobody is left to answer
+                waiting.connection.settimeout(_SEND_TIMEOUT_S)
+                waiting.connection.sendall(waiting.reply)
 
     def _reply(self, data: bytes, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         try:

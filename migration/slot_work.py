@@ -144,5 +144,5 @@ class SlotWork:
             self.member.check()
             for kind, digest in digests.items():
                 self.timeline.add_digest(made.slot, kind, digest)
-        self.member.tell("FINISHED")
+        self.member.tell("FINISHED", recovery=self.member.num_recoveries)
         self.member.wait_for(lambda: False)

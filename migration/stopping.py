@@ -40,6 +40,7 @@ class Stopping(Actions):
             raise UserError("stop: training is over, the job is ending")
         self._stop = self._stop or Stop(requeue=requeue)
         self._stop.requeue |= requeue
+        self._gate.close()
         self.timeline.add_event("request", "stop and requeue" if requeue else "stop")
         self._clear_the_way()
         return {"phase": self._tally.phase.value, "checkpoints": self.options.checkpoints}
@@ -79,6 +80,7 @@ class Stopping(Actions):
         stop.waiting.discard(member)
         if not stop.waiting:
             stop.agreed = True
+            self._gate.close()
             self._tell_stop(record["iteration"], agreed=True)
             self._say(f"stop: training ends before iteration {stop.iteration}")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 import time
 
 HEARTBEAT_S = 0.5  # each process says so often that it lives
+LOOK_AROUND_S = 1.8  # more than three heartbeats: silence for so long counts once another process is in trouble
+LONGEST_TICK_S = 0.1  # what a tick counts at most: while a process stands still it hears nobody
 
 
 class Watch:
@@ -19,6 +21,10 @@ class Watch:
 
     def heard(self, world_rank: int) -> None:
         self._heard_s[world_rank] = time.monotonic()
+
+    def heard_before(self, world_rank: int, when_s: float) -> None:
+        """It was heard last by another process than this one, at `when_s`."""
+        self._heard_s[world_rank] = when_s
 
     def heard_s(self, world_rank: int) -> float:
         """When it was heard last."""

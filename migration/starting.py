@@ -1,0 +1,67 @@
+"""The start of a generation by all slots together: that of a run, or one in which every slot is built anew.
+
+All are READY, the controller serves a store, all have STARTED. The controller's part; process.py has a slot's. A
+recovery (recovery.py) says who is awaited and from which checkpoint. Control thread only.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from migration.actions import Actions
+from migration.checkpoint_files import Start
+from migration.protocol import Event, Phase
+from migration.world import Record
+
+
+class Starting(Actions):
+    """Who is ready, and who has started."""
+
+    def __init__(self, *, start: Start, **fields: Any) -> None:
+        """`start`: where the run began."""
+        super().__init__(**fields)
+        self._run_start = start
+        self._ready: set[int] = set()
+        self._awaited = set(range(self.world.size))  # who must be ready before the generation is built
+        self._is_starting = self.term > 0  # it is being built, or has been
+        self._started: set[int] = set()
+        self._has_begun = self.term > 0  # every slot has been there once
+        self._to_finish_one: set[int] = set()  # world ranks whose first iteration since is awaited
+
+    def _is_current(self, record: Record) -> bool:
+        """Whether its sender is through all recoveries that there were."""
+        return record["recovery"] == len(self._record.recoveries)
+
+    def _on_ready(self, record: Record) -> None:
+        if self._is_current(record):
+            self._ready.add(record["from"])
+            self._start_if_ready()
+
+    def _start_if_ready(self) -> None:
+        """Once all that are awaited are ready; of a spare that was lost before, nobody waits."""
+        if not self._is_starting and self._awaited <= self._ready | self._tally.roster.lost:
+            self._is_starting = True
+            self._start_store(self._tell_to_start)
+
+    def _choose_start(self) -> Start:
+        """Where all slots begin."""
+        return self._run_start
+
+    def _tell_to_start(self) -> None:
+        start = self._choose_start()
+        # what slots have said of their last generation is no more
+        self._positions.clear()
+        self._finished.clear()
+        self._to_finish_one = set(self._tally.roster.holders)
+        self._broadcast("START", store=[self._address, self._store.port], folder=start.folder,
+                        iteration=start.iteration)
+
+    def _on_started(self, record: Record) -> None:
+        if not self._is_current(record):
+            return
+        self._started.add(record["from"])
+        self._positions[record["from"]] = record["iteration"]
+        if len(self._started) == self.config.job_size:
+            self._has_begun = True
+            if self._tally.phase is Phase.RECOVERING:
+                self._take_event(Event.ALL_RECOVERED)
+            self._broadcast("BEGUN")
