@@ -225,8 +225,8 @@ class Actions:
         self._record.finish(self._move, self._tally)
         self._release(self._hold_to_release())
         self._current = self._move = None
-        roster = self._tally.roster
-        if not roster.slots_on(roster.hosts[self.world.rank]):
+        roster, host = self._tally.roster, self._tally.roster.hosts[self.world.rank]
+        if host in roster.vacated and not roster.slots_on(host):
             self.successor = choose_successor(roster)  # this host may be given back: the role leaves it
 
     def _hold_to_release(self) -> int | None:
