@@ -129,10 +129,6 @@ class Deputy:
         self._looked_s: float | None = None  # how long has been looked around since another process was in trouble
         self._gone: int | None = None
 
-    @property
-    def holds_state(self) -> bool:
-        return self._state is not None
-
     def keep(self, record: dict[str, Any], now_s: float) -> int:
         """Keep the controller's state; returns how many moves that are over it tells of now.
 

@@ -78,3 +78,26 @@ def test_killed_controllers(start_harness: Start, harness: Harness, undisturbed:
     with capsys.disabled():
         print(f"\nthe controller's host killed: noticed {recovery['detect_s']:.2f} s after its last word, first "
               f"iteration {recovery['recovery_s']:.2f} s later")
+
+
+def test_a_controller_that_hangs(start_harness: Start, harness: Harness, undisturbed: Undisturbed) -> None:  # noqa: F811
+    """Its process is stopped, and holds slot 0. Later it wakes up under another controller's term, and must end."""
+    number = 8
+    job = start_harness(*CASE.arguments(number), "--heartbeat-timeout", "4", np=number)
+    wait_for_iteration(job, 4)
+    pid = pid_of(job.run, 0)
+    os.kill(pid, signal.SIGSTOP)
+    wait_for_controller(job, 7, 1)
+    job.wait_for(lambda: "recovery 0, generation 1: done: " in job.out, "the recovery", TIMEOUT_S)
+    assert pid in job.pids()
+    os.kill(pid, signal.SIGCONT)
+    job.wait_for(lambda: pid not in job.pids(), "the process that hung to end", TIMEOUT_S)
+    found = status(harness, job)
+    assert (found["controller"], found["term"], found["lost"]) == (7, 1, [0]), "it has written no address of its own"
+    result = completed(job.wait(TIMEOUT_S))
+    (recovery,) = result["recoveries"]
+    assert (recovery["lost"], recovery["slots"], recovery["from_iteration"]) == ([0], [0], 0)
+    assert "not heard for" in recovery["why"]
+    own = [text(row["text"]) for row in read_run(job.run).events if row["world_rank"] == 0]
+    assert any("was the controller, term 0, and was held for lost" in line for line in own), own
+    assert_equal(CASE, undisturbed(CASE), job.run)

@@ -10,7 +10,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PURE = ("errors", "config", "topology", "sizes", "profiles", "roster", "plan", "plan_report", "protocol",
         "move", "options", "schedule", "watch", "placement", "faults", "acceptance", "checkpoint_files",
-        "slurm_nodes", "departures", "slurm_watch", "straggler", "experiments", "neighbours", "pacing")
+        "slurm_nodes", "departures", "slurm_watch", "straggler", "experiments", "neighbours", "pacing",
+        "deputy", "told")
 BLOCKED = ("torch", "mpi4py", "h5py", "megatron", "psutil", "matplotlib")
 
 PROGRAM = """

@@ -17,6 +17,7 @@ import pytest
 from migration import checkpoint_files
 from migration.checkpoint_files import Start, find_restart
 from migration.config import Config
+from migration.deputy import Gate
 from migration.footprint import FOLDER, write_footprint
 from migration.move import MoveTally
 from migration.neighbours import Neighbours
@@ -146,6 +147,8 @@ class OneController(Recovery):
         self._has_begun, self._ended, self._is_starting, self._suspects = True, False, True, {}
         self._failure: Failure | None = None
         self._dead: set[int] = set()
+        self._gate = Gate()
+        self._step_down = lambda text: self.done.append(text)
         self._ticked_s, self._replace_at_s = time.monotonic(), 0.0
         self.done: list[Any] = []
 
@@ -200,6 +203,14 @@ def test_a_controller_whose_own_training_hangs_ends_the_job() -> None:
     controller = OneController()
     controller._suspect(0, "it isn't ready")
     assert controller.done == [("world rank 0 on a, the controller's: it isn't ready", 1)] and controller.sent == []
+
+
+def test_a_controller_whose_own_training_hangs_leaves_the_job_to_its_deputy() -> None:
+    controller = OneController()
+    controller._gate.appoint(7)
+    controller._suspect(0, "it isn't ready")
+    (text,) = controller.done
+    assert text.startswith("world rank 0 on a, the controller's: it isn't ready; the process ends")
 
 
 def test_a_controller_that_stood_still_suspects_nobody() -> None:

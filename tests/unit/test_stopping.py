@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from migration.arms import boundary
+from migration.deputy import Gate
 from migration.errors import UserError
 from migration.member import Member
 from migration.options import Options
@@ -28,7 +29,7 @@ class OneController(Stopping):
         self._tally = SimpleNamespace(roster=SimpleNamespace(holders=tuple(range(NUM_SLOTS))), phase=Phase.TRAINING)
         self._schedule = SimpleNamespace(drop_next=lambda: None)
         self.timeline = SimpleNamespace(add_event=lambda *_: None)
-        self._positions, self._finished, self._inbox = {}, set(), inbox
+        self._positions, self._finished, self._inbox, self._gate = {}, set(), inbox, Gate()
         self.said: list[str] = []
 
     def _send(self, rank: int, kind: str, **fields: Any) -> None:
