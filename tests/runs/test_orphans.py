@@ -97,8 +97,8 @@ def test_launcher_is_ended(start: Start, signum: signal.Signals) -> None:
 
 @pytest.mark.parametrize("world_rank", [0, 3], ids=["controller", "slot"])
 def test_process_is_killed(start: Start, world_rank: int) -> None:
-    """The controller, which only the time-out of the others can notice; and a process that holds a slot, where a spare
-    may not take it."""
+    """The controller, in whose place its deputy ends the job; and another process that holds a slot, where a spare may
+    not take it."""
     job = train(start, "--recover", "off")
     os.kill(pid_of(job.run, world_rank), signal.SIGKILL)
     ended_badly(job)
@@ -119,14 +119,16 @@ def test_lost_slot_fails_the_run(start_harness: Start) -> None:
     assert sum("world rank 4 on e is lost" in line for line in finished.err.splitlines()) == 1, finished.err
 
 
-def test_stopped_controller_is_noticed(start_harness: Start) -> None:
-    """It lives but says nothing: whoever hears no controller for the orphan time-out ends itself."""
+def test_stopped_controller_and_deputy_are_noticed(start_harness: Start) -> None:
+    """They live but say nothing: whoever hears no controller for the orphan time-out ends itself."""
     job = train(start_harness)
-    controller = pid_of(job.run, 0)
-    others = {pid_of(job.run, world_rank) for world_rank in range(1, 8)}
-    os.kill(controller, signal.SIGSTOP)
+    stopped = [pid_of(job.run, world_rank) for world_rank in (0, 7)]
+    others = {pid_of(job.run, world_rank) for world_rank in range(1, 7)}
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
     try:
         job.wait_for(lambda: not others & set(job.pids()), "all others to end", timeout_s=30)
     finally:
-        os.kill(controller, signal.SIGKILL)
+        for pid in stopped:
+            os.kill(pid, signal.SIGKILL)
     ended_badly(job)

@@ -19,16 +19,18 @@ pytestmark = pytest.mark.timeout(900)
 
 def test_a_job_goes_on_without_a_node_that_dies(cluster: Cluster, start_job: Callable[..., Running],  # noqa: F811
                                                 fork_server: ForkServer, tmp_path: Path) -> None:
-    """Its slurmd and its processes are killed; in the same step, the processes of the others recover."""
+    """Its slurmd and its processes are killed, the controller among them; in the same step, the processes of the others
+    recover."""
     job = start_job(FOUR_SLOTS, "--checkpoint-every", "4")
     wait_for_iterations(job, 7)
-    cluster.kill_node("b1")
+    cluster.kill_node("b0")
     job.wait_for(lambda: "recovery 0, generation 1: done: " in job.out, "the recovery", TIMEOUT_S)
     wait_for_iterations(job, 5)
     found = status(job)
-    assert found["hosts"]["b1"]["slots"] == [] and found["generation"] == 1 and found["lost"] == [2, 3], found
+    assert found["hosts"]["b0"]["slots"] == [] and found["generation"] == 1 and found["lost"] == [0, 1], found
+    assert found["term"] == 1, found
     (recovery,) = found["recoveries"]
-    assert (sorted(recovery["lost"]), recovery["hosts"]) == ([2, 3], ["b1", "b1"])
+    assert (sorted(recovery["lost"]), recovery["hosts"]) == ([0, 1], ["b0", "b0"])
     print(f"\nSlurm, a node killed: noticed {recovery['detect_s']:.1f} s after the last word, first iteration "
           f"{recovery['recovery_s']:.1f} s later")
     assert_equal_so_far(FOUR_SLOTS, fork_server, [job], tmp_path)

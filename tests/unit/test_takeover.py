@@ -36,7 +36,7 @@ class Side:
 
     def __init__(self, run: Path, rank: int, term: int = 0, roster: Roster = ROSTER, **options: Any) -> None:
         self.sent: list[tuple[int, dict[str, Any]]] = []
-        self.rank, self.ended = rank, ""
+        self.rank, self.ended, self.is_answered = rank, "", term > 0
         world = SimpleNamespace(rank=rank, size=8, urgent=False, send=lambda to, record: self.sent.append((to, record)))
         timeline = SimpleNamespace(clock=lambda: 0.0, add_event=lambda *_: None, add_move=lambda **_: None)
         self.controller = Controller(
@@ -66,10 +66,13 @@ class Side:
     def tick(self, seconds: float = 0.0) -> None:
         """One poll, or as many as there are in that time."""
         for _ in range(max(1, round(seconds / 0.05))):
-            self.now_s += 0.05
+            self.now_s += 0.05 if seconds else 0.0
             for rank in ALL:  # all are heard
                 self.controller._watch._heard_s[rank] = self.now_s
             self.controller.on_tick(self.now_s)
+            for deputy, record in [*self.sent] if self.is_answered else ():
+                if record["kind"] == "KEEP":
+                    self.hear("KEPT", deputy, number=record["number"], num_moves=0)
 
     def take(self, *kinds: str) -> list[tuple[int, str]]:
         """Of what was sent since the last time: (to whom, kind)."""
@@ -124,8 +127,9 @@ class Two:
         self.second = Side(self.run, self.rank, loss.term, Roster.from_json(loss.state["tally"]["roster"]), **self.options)
         self.second.controller.take_over(loss)
         living = [rank for rank in ALL if rank != self.first.rank]
-        assert self.second.take("CONTROLLER") == [(rank, "CONTROLLER") for rank in living]
-        for rank in living if standings is None else standings:
+        known = [rank for rank in living if rank not in self.second.tally.roster.lost]
+        assert self.second.take("CONTROLLER") == [(rank, "CONTROLLER") for rank in known]
+        for rank in known if standings is None else standings:
             has_heard = rank in tuple(committed)
             self.second.hear("STANDING", rank, slot=rank if rank < 4 else None, position=9, part=part,
                              generation=generation + has_heard, committed=self.second.tally.number if has_heard else -1)
