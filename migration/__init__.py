@@ -10,19 +10,22 @@ iteration paid for before the switch), job.py and model.py (the Megatron-Core jo
 their index), device.py (Megatron without CUDA), internals.py (Megatron's private names).
 
 A move: roster.py (who holds which slot), plan.py (who goes where), schedule.py (when), protocol.py (phases, events,
-actions in one table), move.py (the tally of reports), controller.py (decides), actions.py (carries out), watch.py
-(heartbeats, deadlines), member.py (what a process does at the controller's word), stops.py (where training may stop),
-part.py (a process's part), part_threads.py (what its threads call), preparation.py and switchover.py (what it does in
-these phases), acceptance.py (is a joiner fit for its slot), pacing.py (how long threads beside training rest),
-handles.py and groups.py (process groups that outlive their communicator), next_generation.py (their next ones),
-communicators/ (what is inside), stores.py (where members of one meet), costs.py (what those take), state_kinds.py
-(every kind of state that moves), state.py (all of a slot's), digest.py (whether it came over whole), faults.py.
+actions in one table), move.py (the tally of reports), controller.py (decides), answering.py (requests to it, and which
+is next), actions.py (carries out), watch.py (heartbeats, deadlines), starting.py (all slots begin a generation
+together), member.py (what a process does at the controller's word), stops.py (where training may stop), part.py (a
+process's part), part_threads.py (what its threads call), preparation.py and switchover.py (what it does in these
+phases), acceptance.py (is a joiner fit for its slot), pacing.py (how long threads beside training rest), handles.py and
+groups.py (process groups that outlive their communicator), next_generation.py (their next ones), communicators/ (what
+is inside), stores.py (where members of one meet), costs.py (what those take), state_kinds.py (every kind of state that
+moves), state.py (all of a slot's), digest.py (whether it came over whole), faults.py.
 
 Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of
 each experiment).
 
 When a process is lost: recovery.py (who is lost, and how the job goes on), neighbours.py (sees who died), rebuilding.py
-(what each process does about it).
+(what each process does about it). When it is the controller's: role.py (what this process is to it), deputy.py (who has
+all that it must not lose, and when it takes over), succession.py (what that is, and a planned hand-over), takeover.py
+(the first decision of the next one), told.py (what members tell it again).
 
 Without a move: checkpoint.py (the whole state through Megatron's distributed checkpoint), checkpoint_files.py (which
 one counts, and where a run starts), stopping.py (how a running job is asked to save and end).
@@ -41,6 +44,6 @@ forkserver.py and zygote.py (one machine, one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
 communicators. Nothing here imports harness. protocol, move, schedule, arms, roster, plan, topology, config, profiles,
-sizes, slurm_nodes, departures, options, pacing, checkpoint_files, straggler, experiments and errors import the standard
-library and numpy only.
+deputy, told, sizes, slurm_nodes, departures, options, pacing, checkpoint_files, straggler, experiments and errors
+import the standard library and numpy only.
 """

@@ -177,7 +177,7 @@ class Controller(Takeover, Answering):
         missing = self._tally.waiting
         if self._tally.phase is Phase.RECOVERING:
             self._expire_recovery(reason)
-        elif self._tally.phase is Phase.ABORTED and not set(missing) & set(self._tally.roster.holders):
+        elif self._tally.phase is Phase.ABORTED:
             for rank in missing:
                 self._suspect(rank, "it doesn't acknowledge the abort")
         else:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from migration.plan import Roster
+from migration.roster import Roster
 from migration.watch import LONGEST_TICK_S, LOOK_AROUND_S
 
 ANSWER_S = 3.0  # for the deputy to say that it has a state; a busy machine takes a second
@@ -176,7 +176,9 @@ class Deputy:
         if self._looked_s is not None and self._looked_s > LOOK_AROUND_S and silent_s > LOOK_AROUND_S:
             return self._lose(rank, "it died or can't be reached, while another process can't go on")
         is_over = self._state["verdict"] is not None  # it may be writing the report of the run
-        return self._lose(rank, f"not heard for {silent_s:.1f} s") if silent_s > self._timeout_s and not is_over else None
+        if silent_s > self._timeout_s and not is_over:
+            return self._lose(rank, f"not heard for {silent_s:.1f} s")
+        return None
 
     def _lose(self, rank: int, why: str) -> Loss:
         assert self._state is not None

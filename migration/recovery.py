@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from migration.checkpoint_files import Start, find_restart
-from migration.plan import MovePlan, Roster, plan_recovery
+from migration.plan import plan_recovery
+from migration.roster import MovePlan, Roster
 from migration.protocol import Event, Phase
 from migration.starting import Starting
 from migration.stopping import Stop

@@ -1,8 +1,8 @@
 """Who this process is to the controller: the controller itself, its deputy, or one that hears it.
 
-Sorts the records of the control thread by that, makes the controller when the role comes here, and ends the process when
-its controller was held for lost and another one is in its place. What the roles do is controller.py's, deputy.py's and
-member.py's.
+Sorts the records of the control thread by that, makes the controller when the role comes here, and ends the process
+when its controller was held for lost and another one is in its place. What the roles do is controller.py's, deputy.py's
+and member.py's.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from migration.controller import Controller
 from migration.deputy import Deputy, Loss
 from migration.member import Member
-from migration.plan import Roster
+from migration.roster import Roster
 from migration.world import Record
 
 

@@ -1,8 +1,8 @@
 """How the controller's role comes to another process: kept at a deputy all along, handed over when its host is left.
 
 The controller's part: who its deputy is, what the deputy must have before anything that follows from it is said
-(`_state`), and the planned hand-over. takeover.py is what the next controller does after a loss, deputy.py the pure half
-of both. Control thread only.
+(`_state`), and the planned hand-over. takeover.py is what the next controller does after a loss, deputy.py the pure
+half of both. Control thread only.
 """
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Succession(Recovery, Stopping, Leaving):
         if self._gate.is_overdue(now_s):
             assert deputy is not None
             self._unfit[deputy] = now_s
-            self._tell_of_deputy(f"world rank {deputy} on {roster.hosts[deputy]} doesn't answer, and is replaced as the "
-                                 "controller's deputy")
+            self._tell_of_deputy(f"world rank {deputy} on {roster.hosts[deputy]} doesn't answer, and is replaced as "
+                                 "the controller's deputy")
         self._unfit = {rank: since_s for rank, since_s in self._unfit.items() if now_s - since_s < _FORGIVE_S}
         unfit = self._unfit.keys() | self._suspects.keys()
         if deputy is not None and is_fit(roster, self.world.rank, deputy, unfit):

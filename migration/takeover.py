@@ -97,12 +97,14 @@ class Takeover(Succession):
             self._repeat_verdict(was_committed)
         self._suspect(loss.rank, f"{loss.why} (it was the controller)", has_died=loss.has_died)
         if must_recover and not is_replaced and not self._ended:
-            self._recover_all(f"world rank {loss.rank}, the controller, was lost in phase {tally.phase.value}", loss.rank)
+            why = f"world rank {loss.rank}, the controller, was lost in phase {tally.phase.value}"
+            self._recover_all(why, loss.rank)
         elif not is_replaced and tally.phase is Phase.SWITCHING:
-            self._take_event(Event.MEMBER_FAILED, f"the controller, world rank {loss.rank}, was lost before its verdict")
+            why = f"the controller, world rank {loss.rank}, was lost before its verdict"
+            self._take_event(Event.MEMBER_FAILED, why)
 
     def _find_ahead(self, taking: Taking, num_commits: int) -> str | None:
-        """Of a process that has heard what the deputy doesn't know of: it had been replaced, and knew nothing of that."""
+        """Of a process that has heard what the deputy doesn't know: it had been replaced, and hadn't heard of that."""
         for rank, standing in taking.standings.items():
             generation = self._tally.generation + num_commits
             if standing["generation"] > generation or standing["part"] > self._tally.number:

@@ -1,7 +1,7 @@
 """How a run ended, as an exit code for a batch script: 0 completed, 75 requeue it, 1 neither. Says why in one line.
 
 A launcher's own exit code can't say it: processes leave, and a node may be gone. A run that came to an end left
-RUN/result.json; one whose controller was lost with its node left none.
+RUN/result.json; one whose controller and its deputy were lost left none.
 """
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from running import Running, assert_nothing_left
-from support import (Case, Harness, Undisturbed, assert_equal, completed, last_iteration, outcomes, pid_of,  # noqa: F401
-                     undisturbed)
+from support import (Case, Harness, Undisturbed, assert_equal, completed, last_iteration, outcomes,  # noqa: F401
+                     pid_of, undisturbed)
 
 from analysis.log import read_run, text
 
@@ -80,7 +80,8 @@ def test_killed_controllers(start_harness: Start, harness: Harness, undisturbed:
               f"iteration {recovery['recovery_s']:.2f} s later")
 
 
-def test_a_controller_that_hangs(start_harness: Start, harness: Harness, undisturbed: Undisturbed) -> None:  # noqa: F811
+def test_a_controller_that_hangs(start_harness: Start, harness: Harness,
+                                 undisturbed: Undisturbed) -> None:  # noqa: F811
     """Its process is stopped, and holds slot 0. Later it wakes up under another controller's term, and must end."""
     number = 8
     job = start_harness(*CASE.arguments(number), "--heartbeat-timeout", "4", np=number)

@@ -22,7 +22,7 @@ from migration.deputy import Deputy
 from migration.faults import Faults
 from migration.move import Report
 from migration.options import Options
-from migration.plan import Roster
+from migration.roster import Roster
 from migration.profiles import get_profile
 from migration.protocol import Phase
 
@@ -40,9 +40,9 @@ class Side:
         world = SimpleNamespace(rank=rank, size=8, urgent=False, send=lambda to, record: self.sent.append((to, record)))
         timeline = SimpleNamespace(clock=lambda: 0.0, add_event=lambda *_: None, add_move=lambda **_: None)
         self.controller = Controller(
-            world=world, config=CONFIG, options=Options(run=str(run), report=False, **options), roster=roster, term=term,
-            timeline=timeline, address="127.0.0.1", on_end=lambda _: None, start=Start(), faults=Faults((), lambda _: None),
-            step_down=self.end)
+            world=world, config=CONFIG, options=Options(run=str(run), report=False, **options), roster=roster,
+            term=term, timeline=timeline, address="127.0.0.1", on_end=lambda _: None, start=Start(),
+            faults=Faults((), lambda _: None), step_down=self.end)
         self.now_s = time.monotonic()
 
     def end(self, text: str) -> None:
@@ -124,7 +124,8 @@ class Two:
         self.deputy.doubt(self.first.rank, has_died=True)
         loss = self.deputy.look(self.first.now_s)
         assert loss is not None
-        self.second = Side(self.run, self.rank, loss.term, Roster.from_json(loss.state["tally"]["roster"]), **self.options)
+        roster = Roster.from_json(loss.state["tally"]["roster"])
+        self.second = Side(self.run, self.rank, loss.term, roster, **self.options)
         self.second.controller.take_over(loss)
         living = [rank for rank in ALL if rank != self.first.rank]
         known = [rank for rank in living if rank not in self.second.tally.roster.lost]
