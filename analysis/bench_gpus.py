@@ -40,6 +40,7 @@ from analysis.gpus_plan import (FEWEST_SETTLED, Estimate, Layout, build_estimate
 from migration.errors import UserError
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
 from migration.pacing import parse_share
+from migration.preload import has_gpu
 
 _H200_GIB = 138
 
@@ -86,8 +87,11 @@ def _plan(layout: Layout, args: argparse.Namespace, *, can_park: bool) -> tuple[
 
 
 def _share_imports(bench: Bench) -> AbstractContextManager[Any]:
-    """A fork server for all runs, so that imports are paid for once; one that is there already is taken."""
-    if ADDRESS_VARIABLE in os.environ:
+    """A fork server for all runs, so that imports are paid for once; one that is there already is taken.
+
+    None where there is a GPU: CUDA's libraries start a thread when they are imported, and such a process can't fork.
+    """
+    if ADDRESS_VARIABLE in os.environ or has_gpu():
         return nullcontext()
     server = ForkServer(preload="migration.preload:preload", entry="harness:run_process",
                         environment={**os.environ, **bench.environment})

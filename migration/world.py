@@ -196,9 +196,11 @@ class World:
         # for as long as we waited; with OFI in none of 50
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
         # every process is a node of its own to MPI, as with the proxies of --np: with shared memory inside nodes, a
-        # busy machine's starts hung in MPI_Init (8 of 129; without it 0 of 123). OFI's other provider, "tcp", came up too,
-        # but there a send to a process that has died never returns
+        # busy machine's starts hung in MPI_Init (8 of 129; without it 0 of 123)
         os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
+        # datagrams: with OFI's providers over connections ("sockets", "tcp"), MPICH ends a process that has a record on
+        # its way to one that is just dying, whatever the error handler; with this one it survived 200 sends a second
+        os.environ.setdefault("FI_PROVIDER", "udp;ofi_rxd")
         import mpi4py
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
