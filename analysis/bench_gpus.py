@@ -28,8 +28,6 @@ import dataclasses
 import os
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from analysis.bench_parts import Bench, Part, add_arguments, open_bench, positive, run_parts
 from analysis.device_memory import free_gpu_bytes
@@ -38,9 +36,8 @@ from analysis.gpus_parts import FEWEST_MOVES, PARTS, Site, pick_model
 from analysis.gpus_plan import (FEWEST_SETTLED, Estimate, Layout, build_estimates, build_layout, build_row, format_plan,
                                 share_s)
 from migration.errors import UserError
-from migration.forkserver import ADDRESS_VARIABLE, ForkServer
+from migration.launch import serve_imports
 from migration.pacing import parse_share
-from migration.preload import has_gpu
 
 _H200_GIB = 138
 
@@ -65,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         now_s = time.monotonic()
         return dataclasses.replace(of, ends_s=now_s + share_s(name, estimates, of.ends_s - now_s))
 
-    with _share_imports(bench):
+    with serve_imports({**os.environ, **bench.environment}) as shared:
+        os.environ.update(shared)
         return run_parts("bench_gpus", args.out, bench, {each.name: bind(each.name) for each in estimates}, box)
 
 
@@ -84,19 +82,6 @@ def _plan(layout: Layout, args: argparse.Namespace, *, can_park: bool) -> tuple[
         except UserError as error:  # the other parts are possible all the same
             estimates = build(str(error), 0.0)
     return estimates, format_plan(layout, estimates, args.time_box)
-
-
-def _share_imports(bench: Bench) -> AbstractContextManager[Any]:
-    """A fork server for all runs, so that imports are paid for once; one that is there already is taken.
-
-    None where there is a GPU: CUDA's libraries start a thread when they are imported, and such a process can't fork.
-    """
-    if ADDRESS_VARIABLE in os.environ or has_gpu():
-        return nullcontext()
-    server = ForkServer(preload="migration.preload:preload", entry="harness:run_process",
-                        environment={**os.environ, **bench.environment})
-    os.environ[ADDRESS_VARIABLE] = server.address
-    return server
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

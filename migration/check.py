@@ -74,7 +74,7 @@ def parse_check(argv: list[str]) -> tuple[Config, Namespace]:
 def launch_check(argv: list[str]) -> int:
     """`harness.py check --np N` outside mpirun. Returns the exit code."""
     from migration.launch import launch
-    from migration.preload import has_gpu
+    from migration.preload import can_share_imports
     _, args = parse_check(argv)
     if args.np is None or args.np < 1:
         raise UserError("check: start it with --np N on this machine, or under mpirun or srun, with the processes of "
@@ -85,7 +85,7 @@ def launch_check(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="lm-check-") as folder:
         run = Path(args.run or folder)
         code = launch(args.np, ["check", *rank_argv, *([] if args.run else ["--run", folder])], run_dir=run,
-                      share_imports=not has_gpu())
+                      share_imports=can_share_imports())
         result = run / "result.json"
         return json.loads(result.read_text())["exit_code"] if result.exists() and code in (0, 1) else code
 

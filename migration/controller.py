@@ -38,10 +38,9 @@ class Controller(Takeover, Answering):
 
     def on_record(self, record: Record) -> None:
         """A record of a member; its kind names the method."""
-        if self._takes(record):
-            self._watch.heard(record["from"])
-            return
         self._watch.heard(record["from"])
+        if self._takes(record):
+            return
         is_lost = record["from"] in self._tally.roster.lost  # one that hung is told to end
         if record["kind"] == "KEPT":
             self._on_kept(record)

@@ -10,11 +10,12 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from migration.arguments import Parser
 from migration.errors import UserError
-from migration.forkserver import ADDRESS_VARIABLE, ForkServer
+from migration.launch import serve_imports
 from migration.versions import CODE_ROOT
 
 
@@ -33,19 +34,19 @@ def demo(argv: list[str]) -> int:
     common = ["harness.py", "--np", "8", "--profile", "tiny_TP2_PP1", "--hosts", "b0,b1,b2,b3",
               "--set", f"iterations={args.iterations}"]
     moves = ["--vacate", f"b1@{first}", "--vacate", f"b0->b1@{second}"]
-    with ForkServer(preload="migration.preload:preload", entry="harness:run_process") as server:
+    with serve_imports() as shared:
         _step("1. Train on hosts b0, b1, b2, two processes each; b3 is the spare host", [*common, "--run", str(still)],
-              server.address)
+              shared)
         _step(f"2. The same, but b1 moves to b3 at iteration {first}, then b0 (with world rank 0) to b1 at {second}",
-              [*common, *moves, "--run", str(moved)], server.address)
+              [*common, *moves, "--run", str(moved)], shared)
     _step("3. The move, as a table and as pictures", ["-m", "analysis.report", str(moved)])
     _step("4. Was anything lost?", ["-m", "analysis.compare", str(still), str(moved)])
     return 0
 
 
-def _step(title: str, arguments: list[str], server: str = "") -> None:
+def _step(title: str, arguments: list[str], shared: Mapping[str, str] | None = None) -> None:
     print(f"\n=== {title}\n$ python {shlex.join(arguments)}", flush=True)
-    environment = {**os.environ, **({ADDRESS_VARIABLE: server} if server else {})}
-    done = subprocess.run([sys.executable, *arguments], cwd=CODE_ROOT, env=environment, stdin=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, *arguments], cwd=CODE_ROOT, env={**os.environ, **(shared or {})},
+                          stdin=subprocess.DEVNULL)
     if done.returncode:
         raise UserError(f"the demo stopped: {arguments[0]} ended with exit code {done.returncode}, see above")

@@ -22,27 +22,41 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from migration.errors import UserError
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
+from migration.preload import can_share_imports
 from migration.versions import CODE_ROOT
 from migration.zygote import RUN_VARIABLE, die_with_parent
 
 _REFUSED_VARIABLE = "LM_REFUSED"
 _HARNESS = CODE_ROOT / "harness.py"
+_PRELOAD, _ENTRY = "migration.preload:preload", "harness:run_process"
 _POLL_S = 0.5
 _TERM_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _RESULT_GRACE_S = 20.0  # from result.json to the end of the last process
 
 
+@contextmanager
+def serve_imports(environment: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
+    """A fork server for all runs of the context, so that imports are paid for once; gives the variables for them.
+
+    Nothing where one is there already, or where imports can't be shared. environment: the server's own.
+    """
+    if ADDRESS_VARIABLE in os.environ or not can_share_imports():
+        yield {}
+        return
+    with ForkServer(preload=_PRELOAD, entry=_ENTRY, environment=environment) as server:
+        yield {ADDRESS_VARIABLE: server.address}
+
+
 def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_imports: bool = True,
-           program: Path = _HARNESS, preload: str = "migration.preload:preload",
-           entry: str = "harness:run_process") -> int:
+           program: Path = _HARNESS, preload: str = _PRELOAD, entry: str = _ENTRY) -> int:
     """Runs `program` with `argv` in `num_processes` processes; returns the exit code of the run.
 
     argv already contains `--run run_dir` and no `--np`. 0: the run says it completed, 1: it failed or left no result,

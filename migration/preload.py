@@ -19,6 +19,11 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def can_share_imports() -> bool:
+    """Whether processes may be copies of one that has run `preload`: with a GPU, CUDA's libraries start a thread in it."""
+    return not has_gpu()
+
+
 def preload() -> None:
     """Import torch, megatron-core, and the migrator's own files. The first thing in a process that imports torch."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")

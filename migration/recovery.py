@@ -14,8 +14,8 @@ from typing import Any
 
 from migration.checkpoint_files import Start, find_restart
 from migration.plan import plan_recovery
-from migration.roster import MovePlan, Roster
 from migration.protocol import Event, Phase
+from migration.roster import MovePlan, Roster
 from migration.starting import Starting
 from migration.stopping import Stop
 from migration.watch import LONGEST_TICK_S, LOOK_AROUND_S

@@ -1,6 +1,6 @@
 """The start of a generation by all slots together: that of a run, or one in which every slot is built anew.
 
-All are READY, the controller serves a store, all have STARTED. The controller's part; process.py has a slot's. A
+All are READY, the controller serves a store, all have STARTED. The controller's part; slot_work.py has a slot's. A
 recovery (recovery.py) says who is awaited and from which checkpoint. Control thread only.
 """
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -98,7 +98,7 @@ class Succession(Recovery, Stopping, Leaving):
                 self._told_deputy = self._gate.deputy
                 self._beat(range(self.world.size))
 
-    def _beat(self, ranks: Any) -> None:
+    def _beat(self, ranks: Iterable[int]) -> None:
         """That the controller lives. Waits for nobody."""
         for rank in ranks:
             if rank not in self._tally.roster.lost and rank not in self._dead:
