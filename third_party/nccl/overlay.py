@@ -28,6 +28,9 @@ ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # after a failed collective torch's watchdog sleeps four times as long, dump or not, and a group can't be freed
+    # before: by default a recovery took a minute more
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
 
 
