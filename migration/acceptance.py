@@ -39,10 +39,11 @@ class Limits:
     bandwidth: float
 
 
-# A rate that is measured beside other processes on the same cores, or in turns on the same GPU, says little.
+# A rate that is measured beside other processes on the same cores says little; in turns on the same GPU, nothing: of 32
+# processes on an H200 one that came late was 140 times as slow as those that had measured together.
 DEFAULTS: Mapping[str, Limits] = {
     "GPU": Limits(matmul=0.5, memory=1.0, bandwidth=0.1),
-    "shared GPU": Limits(matmul=0.05, memory=1.0, bandwidth=0.01),
+    "shared GPU": Limits(matmul=0.0, memory=1.0, bandwidth=0.0),
     "CPU": Limits(matmul=0.1, memory=1.0, bandwidth=0.01),
 }
 
