@@ -181,5 +181,6 @@ class Groups(NextGeneration):
         ends_s = time.monotonic() + _ABORTS_S
         for communicator in [*self._live.values(), *self._next.values(), *self._closer.unclosed]:
             communicator.wait_aborted(max(0.0, ends_s - time.monotonic()))
+        self._maker.recover_thread()
         self._closer.release()
         self.close()

@@ -16,6 +16,9 @@ from nccl_bindings.raw import Raw
 from nccl_bindings.types import DataType, RedOp, Result, UniqueId
 
 
+_MOST_GROUPS = 16
+
+
 class State(Enum):
     NEW = "new"
     INITIALIZING = "initializing"
@@ -52,10 +55,23 @@ def group(raw: Raw) -> Iterator[None]:
     check(raw, "ncclGroupStart", raw.ncclGroupStart())
     try:
         yield
+        check(raw, "ncclGroupEnd", raw.ncclGroupEnd())
     except BaseException:
-        raw.ncclGroupEnd()  # this thread's group must be closed; what went wrong inside matters more than its answer
+        leave_groups(raw)  # what went wrong matters more than its answer
         raise
-    check(raw, "ncclGroupEnd", raw.ncclGroupEnd())
+
+
+def leave_groups(raw: Raw) -> int:
+    """End the groups that are open on this thread; returns how many. After a call that failed, before the next one.
+
+    NCCL makes a group of each operation, and one that fails may leave it open (2.30.7: in a connection whose other
+    side went away). Everything that this thread calls afterwards, for any communicator, would then be queued for ever,
+    and reported as done. Raises RuntimeError if there is no end to it.
+    """
+    for num in range(_MOST_GROUPS):
+        if raw.ncclGroupEnd() == Result.INVALID_USAGE:  # "not in a group call"
+            return num
+    raise RuntimeError(f"NCCL: this thread still has a group open after {_MOST_GROUPS} were ended")
 
 
 class Operations:
@@ -122,7 +138,11 @@ class Operations:
 
     def _operate(self, name: str, *arguments: int, stream: int) -> None:
         self._expect(State.READY)
-        check(self.raw, f"{name} on {self._title()}", getattr(self.raw, name)(*arguments, self._pointer, stream))
+        try:
+            check(self.raw, f"{name} on {self._title()}", getattr(self.raw, name)(*arguments, self._pointer, stream))
+        except NcclError:
+            leave_groups(self.raw)
+            raise
 
     def _call(self, name: str, *arguments: object) -> None:
         check(self.raw, f"{name} of {self._title()}", getattr(self.raw, name)(self._pointer, *arguments))

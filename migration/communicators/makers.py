@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from abc import ABC, abstractmethod
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from migration.communicators.base import Communicator
 from migration.communicators.gloo import GlooCommunicator
 from migration.communicators.nccl_policy import describe_pins
+
+_log = logging.getLogger(__name__)
 
 
 class Maker(ABC):
@@ -36,6 +39,9 @@ class Maker(ABC):
 
     def connect_ahead(self, communicator: Communicator) -> None:
         """On the prepare thread, after stage 1: connect, where that doesn't wait for the boundary."""
+
+    def recover_thread(self) -> None:
+        """On the training thread, out of operations that were aborted: nothing of them hangs on to it."""
 
     @abstractmethod
     def agreed_switch(self, communicator_name: str, slots: tuple[int, ...], store: dist.Store, ends_s: float) -> str:
@@ -101,6 +107,12 @@ class NcclMaker(Maker):
     def connect_ahead(self, communicator: Communicator) -> None:
         if self._connect_in_background and communicator.switch == "connected":
             communicator.connect()
+
+    def recover_thread(self) -> None:
+        from nccl_bindings.operations import leave_groups
+        from nccl_bindings.raw import Raw
+        if num := leave_groups(Raw(self._library)):
+            _log.warning("NCCL had left %d groups open on this thread; they are ended", num)
 
     def agreed_switch(self, communicator_name: str, slots: tuple[int, ...], store: dist.Store, ends_s: float) -> str:
         from migration.communicators.nccl_meeting import agreed_switch

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from migration.errors import DeadlineExpired
+from migration.errors import DeadlineExpired, MoveFailed
 from nccl_bindings.communicator import Communicator as Bare
 from nccl_bindings.errors import Aborted
 from nccl_bindings.operations import State, group
@@ -71,7 +71,8 @@ def connect(bare: Bare, device: torch.device, sizes_bytes: Sequence[int], peers:
             wait: Callable[[], None]) -> None:
     """Do once what makes NCCL connect all that training uses, and `wait` for it. Collective over the members.
 
-    NCCL connects by algorithm, and chooses the algorithm by operation and size; pairs when they first talk.
+    NCCL connects by algorithm, and chooses the algorithm by operation and size; pairs when they first talk. Raises
+    MoveFailed if a sum comes out wrong: NCCL may take calls and do nothing (see operations.leave_groups).
     """
     stream = torch.cuda.current_stream(device).cuda_stream
     size, rank = bare.group_size, bare.group_rank
@@ -90,7 +91,11 @@ def connect(bare: Bare, device: torch.device, sizes_bytes: Sequence[int], peers:
             for row, peer in zip(incoming, peers, strict=True):
                 bare.send(outgoing.data_ptr(), _P2P_BYTES, DataType.UINT8, peer, stream)
                 bare.recv(row.data_ptr(), _P2P_BYTES, DataType.UINT8, peer, stream)
+    ones = torch.ones(1, dtype=torch.float32, device=device)
+    bare.all_reduce(ones.data_ptr(), ones.data_ptr(), 1, DataType.FLOAT32, RedOp.SUM, stream)
     wait()  # the buffers live as long as they are written to
+    if ones.item() != size:
+        raise MoveFailed(f"{bare.name}: an all-reduce of ones over {size} members gave {ones.item():g}")
 
 
 def probe(bare: Bare, device: torch.device, slot: int, sizes: Sequence[int], wait: Callable[[], None]) -> str:

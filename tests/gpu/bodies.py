@@ -160,6 +160,35 @@ def abort_prepared(own: Rank) -> dict[str, Any]:
     return {"alone_s": seconds}
 
 
+def peer_goes_away(own: Rank) -> dict[str, Any]:
+    """While all but the last member connect, that one aborts. Whatever it was that failed, this thread's next calls are
+    carried out: NCCL may leave a group of its own open, and everything would be queued for ever."""
+    live = ready(own, "live")
+    half = make(own, "half", connect_timeout_s=20.0)
+    half.prepare(own.store, TIMEOUT_S)
+    own.barrier("prepared")
+    told = ""
+    if own.rank == own.world - 1:
+        time.sleep(1.0)  # the others are at it
+        half.abort()
+        half.wait_aborted(TIMEOUT_S)
+    else:
+        try:
+            half.connect()
+        except RuntimeError as error:
+            told = f"{type(error).__name__}: {error}"
+        assert told, "connected without one of its members"
+        half.abort()
+    own.barrier("given up")
+    check_sums(own, live.inner)
+    following = ready(own, "following")
+    check_sums(own, following.inner)
+    half.close()
+    following.close()
+    live.close()
+    return {"told": told[:200]}
+
+
 def discard_rounds(own: Rank, num_rounds: int = 20) -> dict[str, Any]:
     """Prepared and closed again and again beside a busy one: memory, threads and descriptors stay flat."""
     live = ready(own, "live")

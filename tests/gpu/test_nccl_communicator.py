@@ -81,3 +81,7 @@ def test_parked_memory(run: Run, hosts: str) -> None:
 
 def test_four_ranks(run: Run) -> None:
     run("bodies:adoption", "each", world=4)
+
+
+def test_a_peer_that_goes_away(run: Run) -> None:
+    run("bodies:peer_goes_away", "each", world=3)

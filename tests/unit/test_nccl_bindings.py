@@ -19,7 +19,7 @@ from nccl_bindings import types
 from nccl_bindings.communicator import Communicator
 from nccl_bindings.errors import Aborted, LibraryProblem, MissingFeature, NcclError
 from nccl_bindings.library import FEATURES, Library, load, version_text
-from nccl_bindings.operations import State, check, group, new_unique_id
+from nccl_bindings.operations import State, check, group, leave_groups, new_unique_id
 from nccl_bindings.raw import PROTOTYPES, Raw
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,6 +194,22 @@ def test_a_group_is_closed_after_an_error_inside(library: Library) -> None:
         raise ZeroDivisionError
     with group(raw):
         pass
+
+
+def test_groups_that_are_left_open_are_ended(library: Library) -> None:
+    raw = Raw(library)
+    for _ in range(2):
+        check(raw, "ncclGroupStart", raw.ncclGroupStart())
+    assert leave_groups(raw) == 2 and leave_groups(raw) == 0
+
+
+def test_an_operation_that_fails_leaves_no_group_open(library: Library) -> None:
+    own = Communicator(library, 0, 2, "none")
+    own.state = State.READY  # without a pointer, so NCCL refuses
+    check(own.raw, "ncclGroupStart", own.raw.ncclGroupStart())  # as NCCL itself leaves it, where a connection fails
+    with pytest.raises(NcclError, match="ncclAllReduce on communicator none"):
+        own.all_reduce(0, 0, 1, types.DataType.FLOAT32, types.RedOp.SUM, 0)
+    assert leave_groups(own.raw) == 0
 
 
 # ---- misuse
