@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from migration import device, job
+from migration import device, digest, job
 from migration.acceptance import NONE
 from migration.bringup import Started
 from migration.check_measure import measure_figures
@@ -68,6 +68,7 @@ class Process(SlotWork):
         self.member.slot = started.roster.slot_of(world.rank)
         self.member.hold_at(self.options.schedule().holds)
         self._measure()
+        self._warm_digest()
         self._role = Role(self.member, self._make_controller)
         self._recording = SlotRecording(self.groups, self.timeline, self.options)
         if world.rank == 0:
@@ -110,6 +111,15 @@ class Process(SlotWork):
         """What a joiner is compared with, should this process leave its slot; later that would disturb training."""
         if self.options.accept != NONE:
             self.member.figures = measure_figures(device.current_device(), is_shared=self._shares_gpu)
+
+    def _warm_digest(self) -> None:
+        """The digest's kernel is compiled, or found on the disk, here and in no pause. Nor beside communicators: to load
+        a kernel may wait for what is on the GPU, and NCCL's kernels wait for other processes.
+        """
+        if not device.is_cpu():
+            with self.timeline.span("warm_digest", "STARTUP"):
+                told = digest.warm_up(device.current_device())
+            self.timeline.add_event("digest", told)
 
     def _tell_communicators(self, maker: Maker) -> None:
         """How communicators are made goes into the log, and to the user where there is something to know."""

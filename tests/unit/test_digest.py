@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -62,12 +62,16 @@ def test_constants() -> None:
     assert digest.FIRST % 2 == 1 and digest.MIX % 2 == 1 and digest.STEP % 2 == 0
 
 
-def test_several_tensors_are_one_stream(summed: Callable[[torch.Tensor], list[int]]) -> None:
+@pytest.mark.parametrize("chunk_words", [1, 3, 8, 1 << 15])
+def test_several_tensors_are_one_stream_of_whole_words(monkeypatch: pytest.MonkeyPatch, chunk_words: int) -> None:
+    """Each begins at a word of its own."""
+    monkeypatch.setitem(digest.CHUNK_WORDS, "cpu", chunk_words)
     whole = randoms(100).view(torch.uint8)
-    for cut in (0, 1, 8, 13, 800):
+    for cut in (0, 1, 8, 13, 795, 800):
         by_parts = digest_tensors({"": {"a": whole[:cut], "b": whole[cut:]}})[""]
         described = [["a", "torch.uint8", [cut]], ["b", "torch.uint8", [800 - cut]]]
-        text = digest.json.dumps([described, lanes_in_python(whole.numpy().tobytes())])
+        stream = whole[:cut].numpy().tobytes() + bytes(-cut % 8) + whole[cut:].numpy().tobytes()
+        text = digest.json.dumps([described, lanes_in_python(stream)])
         assert by_parts == hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -157,12 +161,68 @@ def test_random_changes_are_all_noticed() -> None:
 
 
 def test_memory_that_is_not_contiguous_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="contiguous|view size"):
+    with pytest.raises(ValueError, match=r"no digest of 0, whose shape is \(2, 3\): it is not contiguous"):
         of(torch.zeros(3, 2).t())
 
 
-def test_scratch() -> None:
-    assert digest.scratch_bytes(torch.device("cuda")) == 48 << 20
+# ---- which way
+
+@pytest.fixture
+def choose() -> Iterator[Callable[[torch.device], digest.Way]]:
+    """As in a fresh process."""
+    digest._choose.cache_clear()
+    yield digest._way
+    digest._choose.cache_clear()
+
+
+GPU = torch.device("cuda", 0)
+CHECK = digest.check_sums
+
+
+def test_torch_serves_a_gpu_where_the_kernel_cannot_be_had(
+        choose: Callable[[torch.device], digest.Way], monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    def load() -> digest.Way:
+        raise ImportError("No module named 'triton'\nand more")
+
+    monkeypatch.setattr(digest, "_load_kernel", load)
+    for _ in range(2):
+        way = choose(GPU)
+        assert way.sums is digest.sums_by_torch and way.scratch_bytes == digest.scratch_bytes(GPU) == 48 << 20
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
+    assert caplog.messages == [digest.warm_up(GPU)]
+    assert caplog.messages[0].endswith("can't be used: ImportError: No module named 'triton'")
+    assert "11 ms per GiB" in caplog.messages[0] and "pause" in caplog.messages[0]
+
+
+def test_a_kernel_with_other_sums_is_not_used(choose: Callable[[torch.device], digest.Way],
+                                              monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+                                              ) -> None:
+    cpu = torch.device("cpu")
+    digest.check_sums(digest.sums_by_torch, cpu)
+
+    def wrong(groups: object, device: torch.device) -> torch.Tensor:
+        sums = digest.sums_by_torch(groups, cpu)
+        sums[2, 1] ^= 1
+        return sums
+
+    with pytest.raises(RuntimeError, match="its sums on cpu are"):
+        digest.check_sums(wrong, cpu)
+    way = digest.Way(sums=wrong, scratch_bytes=0, told="")
+    monkeypatch.setattr(digest, "_load_kernel", lambda: way)
+    monkeypatch.setattr(digest, "check_sums", lambda sums, device: CHECK(sums, cpu))
+    assert choose(GPU).sums is digest.sums_by_torch and "its sums on cpu are" in caplog.text
+
+
+def test_the_kernel_is_used_where_it_can_be_had(choose: Callable[[torch.device], digest.Way],
+                                                monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+                                                ) -> None:
+    way = digest.Way(sums=lambda groups, device: digest.sums_by_torch(groups, torch.device("cpu")), scratch_bytes=5,
+                     told="by a kernel")
+    monkeypatch.setattr(digest, "_load_kernel", lambda: way)
+    monkeypatch.setattr(digest, "check_sums", lambda sums, device: CHECK(sums, torch.device("cpu")))
+    assert choose(GPU) is way and digest.warm_up(GPU) == "by a kernel" and digest.scratch_bytes(GPU) == 5
+    assert not caplog.records
 
 
 def test_time_beside_sha256(capsys: pytest.CaptureFixture[str]) -> None:
