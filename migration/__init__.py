@@ -17,7 +17,7 @@ process's part), part_threads.py (what its threads call), preparation.py and swi
 phases), acceptance.py (is a joiner fit for its slot), pacing.py (how long threads beside training rest), handles.py and
 groups.py (process groups that outlive their communicator), next_generation.py (their next ones), communicators/ (what
 is inside), stores.py (where members of one meet), costs.py (what those take), state_kinds.py (every kind of state that
-moves), state.py (all of a slot's), digest.py (whether it came over whole), faults.py.
+moves), state.py (all of a slot's), digest.py and digest_triton.py (whether it came over whole), faults.py.
 
 Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of
 each experiment).

@@ -145,14 +145,15 @@ class _Scratch:
     table: torch.Tensor
     multipliers: torch.Tensor
     words: torch.Tensor
-    zeros: torch.Tensor  # bytes that fill up a tail
+    zeros: list[torch.Tensor]  # what fills up a tail of so many bytes
     sums: torch.Tensor  # of the chunk
 
     @classmethod
     def make(cls, device: torch.device, num: int) -> _Scratch:
         table = torch.arange(num, device=device).mul_(_signed(STEP)).add_(_signed(FIRST))
+        zeros = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=device)
         return cls(table=table, multipliers=torch.empty_like(table), words=torch.empty_like(table),
-                   zeros=torch.zeros(WORD_BYTES, dtype=torch.uint8, device=device),
+                   zeros=[zeros[tail:] for tail in range(WORD_BYTES)],
                    sums=torch.empty(2, dtype=torch.int64, device=device))
 
 
@@ -162,17 +163,19 @@ def _chunks(scratch: _Scratch, flats: list[torch.Tensor]) -> Iterator[tuple[int,
     start, filled = 0, 0
     pieces: list[torch.Tensor] = []
     for flat in flats:
-        for piece in (flat, scratch.zeros[:-flat.numel() % WORD_BYTES]):
-            at = 0
-            while at < piece.numel():
-                num = min(piece.numel() - at, memory.numel() - filled)
-                pieces.append(piece if num == piece.numel() else piece[at:at + num])
-                at, filled = at + num, filled + num
-                if filled == memory.numel():
-                    torch.cat(pieces, out=memory)  # one kernel for many small tensors
-                    yield start, len(scratch.words)
-                    start, filled = start + len(scratch.words), 0
-                    pieces.clear()
+        at = 0
+        while at < flat.numel():
+            num = min(flat.numel() - at, memory.numel() - filled)
+            pieces.append(flat if num == flat.numel() else flat[at:at + num])
+            at, filled = at + num, filled + num
+            if tail := filled % WORD_BYTES:
+                pieces.append(scratch.zeros[tail])
+                filled += WORD_BYTES - tail
+            if filled == memory.numel():
+                torch.cat(pieces, out=memory)  # one kernel for many small tensors
+                yield start, len(scratch.words)
+                start, filled = start + len(scratch.words), 0
+                pieces.clear()
     if filled:
         torch.cat(pieces, out=memory[:filled])
         yield start, filled // WORD_BYTES

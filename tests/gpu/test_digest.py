@@ -111,8 +111,9 @@ def best_ms(work: Callable[[], object], num: int = 5) -> float:
     return min(times) * 1e3
 
 
-def test_memory_and_time(way: str) -> None:
+def test_memory_and_time(way: str, record_property: Callable[[str, object], None]) -> None:
     """Prints the times; asserts nothing of them."""
+    figures = {}
     num_gib = 4
     memory = torch.ones((num_gib << 28) + 8, device="cuda").view(torch.uint8)
     one = {"": {"": memory[:num_gib << 30]}}
@@ -133,3 +134,5 @@ def test_memory_and_time(way: str) -> None:
         ms = best_ms(lambda: digest_tensors(groups))
         print(f"  digest of {name}: {ms:.2f} ms, {ms / num_bytes * (1 << 30):.2f} ms per GiB, "
               f"{num_bytes / ms / 1e6:.0f} GB/s")
+        figures[f"{name}, ms"] = ms
+    record_property("figures", figures)
