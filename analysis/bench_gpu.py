@@ -79,7 +79,9 @@ def m24(bench: Bench) -> Iterable[Section]:
     half = bench.args.m24_iterations // 2
     sizes = (*M24, "--set", f"iterations={bench.args.m24_iterations}", *M24_DEADLINES)
     options = ("--vacate", f"b1->b3@{half}", "--lead", f"{half - 1}", "--connect", bench.args.m24_connect)
-    one_gpu = {"CUDA_VISIBLE_DEVICES": "0"} if bench.on_gpu else {}
+    # NCCL's buffers between hosts are in host memory, of which 32 processes with old and new communicators side by side
+    # took more than 128 GiB
+    one_gpu = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_BUFFSIZE": str(1 << 20)} if bench.on_gpu else {}
     arm = bench.train("m24", (*sizes, *options), environment=one_gpu)
     title, figures = "The m24 shape on one GPU, 32 processes, TP4 PP2 DP3", move_figures(arm, "")
     yield bench.section(title, figures, arm.command,

@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from migration.preload import has_gpu
+from migration.placement import has_gpu
 from migration.versions import CODE_ROOT
 from third_party.nccl import overlay
 

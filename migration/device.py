@@ -41,6 +41,8 @@ from typing import Any
 
 import torch
 
+from migration.placement import has_gpu
+
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 _CUDA_TYPE_NAMES = {torch.float32: "torch.cuda.FloatTensor", torch.float16: "torch.cuda.HalfTensor",
                     torch.bfloat16: "torch.cuda.BFloat16Tensor"}
@@ -52,9 +54,9 @@ def install() -> bool:
 
     A second call changes nothing. Must be called before the first import of megatron.core.
     """
-    if torch.cuda.is_available():
+    if has_gpu() and torch.backends.cuda.is_built():
         return False
-    if isinstance(torch.cuda.default_generators, _CpuGenerators):
+    if is_installed():
         return True
     assert _RNG_MODULE not in sys.modules, "device.install() must be called before megatron.core is imported"
     _replace_places()
@@ -63,6 +65,11 @@ def install() -> bool:
         setattr(torch, name, _redirected(getattr(torch, name)))
     _replace_tensor_methods()
     return True
+
+
+def is_installed() -> bool:
+    """Whether "cuda" means the CPU in this process."""
+    return isinstance(torch.cuda.default_generators, _CpuGenerators)
 
 
 def is_cpu() -> bool:

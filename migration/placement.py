@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+DEVICES = Path("/dev")
 # what else NCCL and CUDA are told, unless the user says otherwise
 DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",  # its set-up blocks where it can't be aborted, and parking doesn't free it
@@ -17,6 +19,13 @@ DEFAULTS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch asks NVML for GPUs: CUDA, once started, doesn't survive a fork
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # equal bits from run to run
 }
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU that this process may use, by its device files alone: CUDA isn't asked,
+    since a process that forks later must not start it.
+    """
+    return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(DEVICES.glob("nvidia[0-9]*"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

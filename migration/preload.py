@@ -9,18 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from pathlib import Path
 
-from migration.placement import DEFAULTS
-
-
-def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU, without asking CUDA: a process that forks later must not start it."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+from migration.placement import DEFAULTS, has_gpu
 
 
 def can_share_imports() -> bool:
-    """Whether processes may be copies of one that has run `preload`: with a GPU, CUDA's libraries start a thread in it."""
+    """Whether processes may be copies of one that has run `preload`.
+
+    With a GPU they may not: megatron's imports ask NVML for it, which leaves a thread behind.
+    """
     return not has_gpu()
 
 

@@ -70,9 +70,10 @@ def main() -> NoReturn:
     try:
         _resolve(preload)()
         run = _resolve(entry)
-        num_threads = len(os.listdir("/proc/self/task"))
-        if num_threads != 1:
-            raise RuntimeError(f"{preload} left {num_threads} threads; a process with several can't be copied safely")
+        threads = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+        if len(threads) != 1:
+            raise RuntimeError(f"{preload} left threads: {', '.join(threads)}; a process with several can't be copied "
+                               "safely")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import pytest
 
-from migration.placement import take_gpu
-from migration.preload import has_gpu, preload
+from migration.placement import has_gpu, take_gpu
+from migration.preload import preload
 from migration.world import leave_hydra
 
 

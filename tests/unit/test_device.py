@@ -13,14 +13,6 @@ from migration import device
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class FakeCuda:
-    """A machine with CUDA, as far as `torch.cuda.is_available` can tell."""
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-
 @pytest.fixture
 def cpu_shim() -> None:
     if not device.install():
@@ -44,7 +36,9 @@ def names_of(*owners: object) -> dict[tuple[int, str], object]:
 
 
 def test_nothing_is_replaced_where_cuda_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", FakeCuda.is_available)
+    """A fake GPU, as far as device files and torch's build can tell."""
+    monkeypatch.setattr(device, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     owners = (torch, torch.cuda, torch.cuda.random, torch.Tensor)
     before = names_of(*owners)
     assert device.install() is False

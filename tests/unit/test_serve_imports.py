@@ -1,14 +1,16 @@
-"""Where runs share their imports, and where each does its own."""
+"""Where runs share their imports, and that a machine's GPU is seen without starting a thread."""
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
-from migration import launch
+from migration import launch, placement
 from migration.forkserver import ADDRESS_VARIABLE
 
 
 def test_no_server_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake GPU: a process that has loaded CUDA's libraries has threads, and can't fork."""
+    """A fake GPU."""
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
     monkeypatch.setattr("migration.preload.has_gpu", lambda: True)
     with launch.serve_imports() as shared:
@@ -19,3 +21,18 @@ def test_a_server_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(ADDRESS_VARIABLE, "/somewhere")
     with launch.serve_imports() as shared:
         assert shared == {}
+
+
+@pytest.mark.parametrize(("files", "visible", "found"), [
+    (["nvidia0", "nvidiactl"], None, True), (["nvidia11"], "3", True), (["nvidia0"], "", False),
+    (["nvidia0"], "-1", False), (["nvidiactl", "nvidia-uvm"], None, False)])
+def test_a_gpu_is_told_by_its_device_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: list[str],
+                                          visible: str | None, found: bool) -> None:
+    """A fake /dev."""
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(placement, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert placement.has_gpu() is found
