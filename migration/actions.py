@@ -26,7 +26,7 @@ from migration.options import REQUEUE_CODE, Options
 from migration.protocol import Action, Event, Phase
 from migration.record import MoveRecord, RunRecord
 from migration.requests import RequestServer
-from migration.roster import Roster, choose_successor
+from migration.roster import Roster
 from migration.schedule import Pending, connects_per_boundary, spread_connects
 from migration.timeline import Timeline
 from migration.topology import pipeline_role
@@ -225,9 +225,6 @@ class Actions:
         self._record.finish(self._move, self._tally)
         self._release(self._hold_to_release())
         self._current = self._move = None
-        roster, host = self._tally.roster, self._tally.roster.hosts[self.world.rank]
-        if host in roster.vacated and not roster.slots_on(host):
-            self.successor = choose_successor(roster)  # this host may be given back: the role leaves it
 
     def _hold_to_release(self) -> int | None:
         hold = self._current.hold if self._current else None

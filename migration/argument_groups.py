@@ -119,9 +119,10 @@ def _add_communicators(parser: argparse.ArgumentParser) -> None:
 
 def _add_trouble(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("processes and nodes in trouble")
-    group.add_argument("--recover", default="auto", choices=("auto", "off"), help="when a process that holds a slot is "
-                       "lost: a spare takes its slot and all go on from the newest checkpoint, in the same processes, "
-                       "or the run ends, to be started again (default: %(default)s)")
+    group.add_argument("--recover", default="host", choices=("host", "slot", "off"), help="when a process that holds a "
+                       "slot is lost: spares take all slots of its host, where another host has room for them, or its "
+                       "slot only, and all go on from the newest checkpoint, in the same processes; off: the run ends, "
+                       "to be started again (default: %(default)s)")
     group.add_argument("--watch-slurm", default="auto", choices=("auto", "off"), help="in a job of Slurm, vacate nodes "
                        "that are drained, fail or are about to be taken away, and give them back (default: "
                        "%(default)s)")

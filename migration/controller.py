@@ -123,6 +123,9 @@ class Controller(Takeover, Answering):
             self._unconnected.update(record.get("connect", ()))
             self._connect_s = max(self._connect_s, record.get("connect_s", 0.0))
             self._move.take(report, record, self.timeline.clock())
+            slot = self._tally.roster.slot_of(member)
+            if report is Report.ACKNOWLEDGED and slot is not None and "sums" in record:
+                self._sums.note(slot, record["sums"])  # they may have changed, where that isn't refused
             if record.get("figures") and self._is_unfit(member, Figures(**record["figures"])):
                 return
         self._act(self._tally.report(report, member, record["move"], record["value"],

@@ -9,6 +9,7 @@ Knows nothing of MPI, of the protocol, or of what moves.
 from __future__ import annotations
 
 import gc
+import hashlib
 import time
 from collections.abc import Iterable
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from migration.communicators.base import Communicator
 from migration.communicators.closer import Closer
 from migration.communicators.makers import GlooMaker, Maker
+from migration.handles import place
 from migration.next_generation import NextGeneration, join_probes
 from migration.stores import connect_store
 from third_party.pytorch import process_group as wiring
@@ -59,6 +61,12 @@ class Groups(NextGeneration):
     def live_probe(self, slots: Iterable[int]) -> str:
         """The digest that `prepare` returns, but of the live communicators, kept since they were built."""
         return join_probes((self._live[h.name] for h in self.touched(slots)), when_prepared=True)
+
+    def sums_digest(self) -> str:
+        """One digest of the probes of all live communicators, in one order: the same for whoever holds the slot, for as
+        long as its sums keep their bits."""
+        digests = (self._live[name].probe_digest for name in sorted(self._live, key=place))
+        return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
     def room(self, slots: Iterable[int]) -> str:
         """How this process's old communicators make room, by the weakest: lazy, parked, or empty if none has to."""

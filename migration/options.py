@@ -56,7 +56,7 @@ class Options:
     omit_state: tuple[str, ...] = ()
     slow_joiner_s: float = 0.0
     slow_checkpoint_s: float = 0.0
-    recover: str = "auto"  # when a slot's process is lost: auto (go on with a spare where that can be), off (end)
+    recover: str = "host"  # when a slot's process is lost: host (spares take all slots of its host), slot, off (end)
     find_stragglers: bool = False  # each slot reports what it works by itself, and the controller compares
     auto_evict: bool = False  # and vacates the host of one that is slow
     slow: tuple[str, ...] = ()  # SLOT:FACTOR@ITERATION: see straggler.py

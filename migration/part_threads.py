@@ -110,7 +110,7 @@ class PartThreads(Rebuilding):
         self._release_pair(part)
         self.part = None
         self.timeline.add_event("phase", f"ABORTED: {part.reason}", part.number)
-        self.report(part, Report.ACKNOWLEDGED, rebuilt=part.rebuilt)
+        self.report(part, Report.ACKNOWLEDGED, rebuilt=part.rebuilt, sums=self.groups.sums_digest())
 
     def report_failure(self, part: Part, error: Exception) -> None:
         text = f"slot {part.slot} ({part.role}, world rank {self.world.rank}): {type(error).__name__}: {error}"

@@ -110,11 +110,60 @@ def plan_move(roster: Roster, request: VacateRequest) -> MovePlan:
                                       for slot, leaver in by_slot))
 
 
-def plan_recovery(roster: Roster) -> MovePlan | None:
+def plan_recovery(roster: Roster, *, whole_hosts: bool = True) -> MovePlan | None:
     """Living spares for the slots of lost processes, chosen as for a move; None where there are too few.
 
-    Those of hosts that no process was lost on come first.
+    With `whole_hosts` the other slots of a host that lost one go along, where another host has room for all of them: so
+    neighbours stay neighbours, groups keep their shape over hosts (in which a library may add), and the host, which may
+    have been the cause, is left. Neither such a host nor one that has lost a spare is moved to, and nobody who leaves a
+    slot takes one. Hosts of many slots come first; one for which there is no room, or which would take the spares that
+    another one's lost slots need, keeps the slots that live.
     """
+    taken: list[Assignment] = []
+    rest = roster
+    for host in _struck_hosts(roster) if whole_hosts else ():
+        plan = _plan_host(rest, host)
+        if plan is None:
+            continue
+        after = rest.after(plan)
+        for leaver in plan.leavers:
+            after = after.without(leaver)
+        if _plan_slots(after) is not None:
+            rest = after
+            taken += plan.assignments
+    last = _plan_slots(rest)
+    return None if last is None else MovePlan(assignments=tuple(sorted((*taken, *last.assignments),
+                                                                       key=lambda a: a.slot)))
+
+
+def check_moves(roster: Roster, texts: Iterable[str]) -> None:
+    """Walk the moves of a command line, in the order of their iterations. Raises UserError for the first that can't be.
+
+    Each is planned on the roster that the moves before it leave behind.
+    """
+    requests = [parse_vacate(text, need_iteration=True) for text in texts]
+    for request in sorted(requests, key=lambda r: r.iteration or 0):
+        roster = roster.after(plan_move(roster, request))
+
+
+def _struck_hosts(roster: Roster) -> list[str]:
+    """Hosts on which a process with a slot is lost, those of many slots first, then in the order of the slots."""
+    hosts = dict.fromkeys(roster.hosts[rank] for rank in roster.holders if rank in roster.lost)
+    return sorted(hosts, key=lambda host: -len(roster.slots_on(host)))  # stable
+
+
+def _plan_host(roster: Roster, host: str) -> MovePlan | None:
+    """All slots of `host` to one other host on which nothing was lost; None where none has room."""
+    sound = roster.avoiding(roster.leaving | {roster.hosts[rank] for rank in roster.lost})
+    try:
+        plan = plan_move(sound, VacateRequest(text="", sources=(host,), targets=(), iteration=None))
+    except UserError:  # too few
+        return None
+    return plan if len({roster.hosts[joiner] for joiner in plan.joiners}) == 1 else None
+
+
+def _plan_slots(roster: Roster) -> MovePlan | None:
+    """Spares for just the slots of lost processes; those of hosts that no such process was on come first."""
     lost = [rank for rank in roster.holders if rank in roster.lost]
     if not lost:
         return MovePlan(assignments=())
@@ -128,16 +177,6 @@ def plan_recovery(roster: Roster) -> MovePlan | None:
         except UserError:  # too few; those of a named target may be on the same host
             continue
     return None
-
-
-def check_moves(roster: Roster, texts: Iterable[str]) -> None:
-    """Walk the moves of a command line, in the order of their iterations. Raises UserError for the first that can't be.
-
-    Each is planned on the roster that the moves before it leave behind.
-    """
-    requests = [parse_vacate(text, need_iteration=True) for text in texts]
-    for request in sorted(requests, key=lambda r: r.iteration or 0):
-        roster = roster.after(plan_move(roster, request))
 
 
 def _leavers_by_host(roster: Roster, request: VacateRequest) -> dict[str, list[int]]:

@@ -96,6 +96,24 @@ class MoveRecord:
                 "assignments": [[a.slot, a.leaver, a.joiner] for a in self.plan.assignments]}
 
 
+@dataclass(slots=True, kw_only=True)
+class RecoveryRecord:
+    """One recovery, for result.json: fields that are None are not known yet, or never came about."""
+
+    lost: list[int]  # world ranks that held slots
+    hosts: list[str]  # of those
+    slots: list[int]  # that changed hands
+    to: list[int]  # world ranks that took them
+    why: str
+    generation: int
+    detect_s: float  # from the last word of the first that was lost
+    from_iteration: int | None = None
+    redone: int | None = None  # iterations that were done, or begun to be, and are done again
+    checkpoint: str | None = None  # null: from the start of the run
+    keeps_bits: bool | None = None  # whether sums have the bits that they had in the generation before
+    recovery_s: float | None = None  # from the decision to the end of the first iteration on the last slot
+
+
 class RunRecord:
     """The run as the controller saw it."""
 

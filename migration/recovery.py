@@ -15,6 +15,7 @@ from typing import Any
 from migration.checkpoint_files import Start, find_restart
 from migration.plan import plan_recovery
 from migration.protocol import Event, Phase
+from migration.record import RecoveryRecord
 from migration.roster import MovePlan, Roster
 from migration.starting import Starting
 from migration.stopping import Stop
@@ -29,27 +30,11 @@ _RESTART_S = 1800.0  # at least: a large checkpoint is read in this time
 class Failure:
     """A process that can't go on has said why. Often because another one is gone: its silence tells which."""
 
+    rank: int
     message: str
     code: int
     since_s: float  # monotonic
     looked_s: float = 0.0
-
-
-@dataclass(slots=True, kw_only=True)
-class RecoveryRecord:
-    """One recovery, for result.json: fields that are None are not known yet, or never came about."""
-
-    lost: list[int]  # world ranks that held slots
-    hosts: list[str]  # of those
-    slots: list[int]  # that changed hands
-    to: list[int]  # world ranks that took them
-    why: str
-    generation: int
-    detect_s: float  # from the last word of the first that was lost
-    from_iteration: int | None = None
-    redone: int | None = None  # iterations that were done, or begun to be, and are done again
-    checkpoint: str | None = None  # null: from the start of the run
-    recovery_s: float | None = None  # from the decision to the end of the first iteration on the last slot
 
 
 class Recovery(Starting):
@@ -104,16 +89,28 @@ class Recovery(Starting):
             return
         self._recovery.recovery_s = time.monotonic() - self._recovery_s
         self._tell_recovery(f"done: noticed {self._recovery.detect_s:.1f} s after the last word of a lost process, "
-                            f"first iteration done {self._recovery.recovery_s:.1f} s later")
+                            f"first iteration done {self._recovery.recovery_s:.1f} s later"
+                            + ("; sums keep their bits" if self._recovery.keeps_bits else ""))
         self._write_down()
         self._recovery, self._num_done = None, 0
+
+    def _take_sums(self, others: list[int] | None) -> None:
+        if self._recovery is None or others is None:
+            return
+        self._recovery.keeps_bits = not others
+        if others:
+            slots = "all slots" if len(others) == self.config.job_size else f"slots {', '.join(map(str, others))}"
+            self._tell_recovery(f"sums of {slots} have other bits than before: losses may differ in their last bits "
+                                "from here on; a spare host with room for a whole host keeps them, or --nccl-pin")
+        self._write_down()
 
     # ---- who is lost
 
     def _on_fatal(self, record: Record) -> None:
         """A process can't go on. A moment later the silence of another one may tell why."""
         if self._is_current(record) and self._failure is None:
-            self._failure = Failure(message=record["message"], code=record["code"], since_s=time.monotonic())
+            self._failure = Failure(rank=record["from"], message=record["message"], code=record["code"],
+                                    since_s=time.monotonic())
 
     def _suspect(self, rank: int, why: str, *, has_died: bool = False) -> None:
         """A process is lost. Those that hold slots are replaced together with others that are lost just now."""
@@ -159,7 +156,10 @@ class Recovery(Starting):
             if failure.looked_s > LOOK_AROUND_S and not self._suspects:
                 for rank, _ in self._watch.silent_for(now_s, now_s - failure.since_s):
                     self._suspect(rank, f"it died or can't be reached; first seen by {failure.message}")
-                if not self._suspects:
+                if not self._suspects and self._has_begun and failure.rank not in self._tally.roster.holders:
+                    self._failure = None  # a spare's, which the job can do without
+                    self._suspect(failure.rank, f"it can't go on: {failure.message}")
+                elif not self._suspects:
                     self._end_job(failure.message, failure.code, requeue=self._can_go_on(False))
                     return
                 self._replace_at_s = now_s
@@ -190,7 +190,7 @@ class Recovery(Starting):
             return None, ""
         if not self._has_begun:
             return None, "; the job had not begun to train"
-        plan = plan_recovery(roster)
+        plan = plan_recovery(roster, whole_hosts=self.options.recover == "host")
         return plan, "" if plan is not None else f"; {len(roster.spares())} spares are too few to go on"
 
     # ---- carrying out
@@ -230,13 +230,16 @@ class Recovery(Starting):
         self._failure, self._is_starting, self.successor = None, False, None
         self._ready.clear()
         self._started.clear()
+        self._sums.drop_next()
         self._awaited = set(roster.holders)
         self._stop = None if self._stop is None else Stop(requeue=self._stop.requeue)
         self.world.urgent = False
         self._watch.set_deadline(self.options.prepare_deadline_s, "leaving the old generation and building the slots")
         taken = [f"slot {a.slot} goes to world rank {a.joiner} on {roster.hosts[a.joiner]}"
                  for a in self._replacement.assignments]
-        self._tell_recovery(", ".join(taken or ["every slot stays where it was before the move"]))
+        left = [f"world rank {rank} on {roster.hosts[rank]} stands by"
+                for rank in self._replacement.leavers if rank not in roster.lost]
+        self._tell_recovery(", ".join([*taken, *left] or ["every slot stays where it was before the move"]))
         for rank in sorted(set(range(self.world.size)) - roster.lost):
             self._send(rank, "RECOVER", recovery=len(self._record.recoveries), slot=roster.slot_of(rank),
                        generation=self._tally.generation, holds=sorted(self._schedule.holds))

@@ -76,7 +76,8 @@ class SlotWork:
         self._recording.begin(slot, from_seeds=not folder)
         if not folder:
             made.tie_embeddings()  # recorded: a joiner's first iteration needs the other stage's weights too
-        self.member.tell("STARTED", iteration=made.iteration, recovery=self.member.num_recoveries)
+        self.member.tell("STARTED", iteration=made.iteration, recovery=self.member.num_recoveries,
+                         sums=self.groups.sums_digest())
         return made
 
     def hold_slot(self, made: Job) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from migration.actions import Actions
 from migration.checkpoint_files import Start
 from migration.protocol import Event, Phase
+from migration.sums import Sums
 from migration.world import Record
 
 
@@ -25,6 +26,7 @@ class Starting(Actions):
         self._is_starting = self.term > 0  # it is being built, or has been
         self._started: set[int] = set()
         self._has_begun = self.term > 0  # every slot has been there once
+        self._sums = Sums()
         self._to_finish_one: set[int] = set()  # world ranks whose first iteration since is awaited
 
     def _is_current(self, record: Record) -> bool:
@@ -55,13 +57,18 @@ class Starting(Actions):
         self._broadcast("START", store=[self._address, self._store.port], folder=start.folder,
                         iteration=start.iteration)
 
+    def _take_sums(self, others: list[int] | None) -> None:
+        """All have started. `others`: slots whose sums have other bits than in the generation before, if known."""
+
     def _on_started(self, record: Record) -> None:
         if not self._is_current(record):
             return
         self._started.add(record["from"])
+        self._sums.begin(self._tally.roster.holders.index(record["from"]), record["sums"])
         self._positions[record["from"]] = record["iteration"]
         if len(self._started) == self.config.job_size:
             self._has_begun = True
+            self._take_sums(self._sums.take_next())
             if self._tally.phase is Phase.RECOVERING:
                 self._take_event(Event.ALL_RECOVERED)
             self._broadcast("BEGUN")

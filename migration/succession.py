@@ -19,6 +19,7 @@ from migration.leaving import Leaving
 from migration.protocol import Phase
 from migration.record import MoveRecord
 from migration.recovery import Recovery
+from migration.roster import choose_successor
 from migration.schedule import Pending
 from migration.stopping import Stop, Stopping
 from migration.world import Record
@@ -128,7 +129,8 @@ class Succession(Recovery, Stopping, Leaving):
                 "current": None if self._current is None else asdict(self._current),
                 "move": None if self._move is None else self._move.to_json(), "may_be_closed": self._may_be_closed,
                 "positions": list(self._positions.items()), "finished": sorted(self._finished),
-                "times_s": list(self._times_s), "heard": list(self._heard.items()), "verdict": self._verdict}
+                "times_s": list(self._times_s), "heard": list(self._heard.items()), "verdict": self._verdict,
+                "sums": self._sums.to_json()}
 
     def _load(self, state: dict[str, Any]) -> None:
         self._tally.load_json(state["tally"])
@@ -145,10 +147,28 @@ class Succession(Recovery, Stopping, Leaving):
         self._finished = set(state["finished"])
         self._times_s.extend(state["times_s"])
         self._heard = {rank: number for rank, number in state["heard"]}
+        self._sums.load_json(state["sums"])
         self._started = set(self._tally.roster.holders)
         self._faults.forget({fault["text"] for fault in self._record.faults})
 
     # ---- handed over
+
+    def _finish_move(self) -> None:
+        super()._finish_move()
+        self._leave_vacated_host()
+
+    def _note_iteration(self, rank: int) -> None:
+        was_recovering = self._recovery is not None
+        super()._note_iteration(rank)
+        # not before: a successor wouldn't know what the recovery waits for; a move under way looks at it at its end
+        if was_recovering and self._recovery is None and self._tally.phase is Phase.TRAINING:
+            self._leave_vacated_host()
+
+    def _leave_vacated_host(self) -> None:
+        """This process's host may be given back, or was left because a process was lost there: the role leaves it."""
+        roster, host = self._tally.roster, self._tally.roster.hosts[self.world.rank]
+        if host in roster.vacated and not roster.slots_on(host):
+            self.successor = choose_successor(roster)
 
     def can_resign(self) -> bool:
         """Whether the deputy, if there is one, knows of the successor; it is told."""

@@ -137,5 +137,5 @@ def _commit(member: Member, part: Part, arrived_s: float, num_bytes: int) -> Non
     member.timeline.add_span("switchover", "COMMITTED", arrived_s, resumed_s, bytes=num_bytes,
                              **part.tags(part.generation))
     member.report(part, Report.ACKNOWLEDGED, arrived_s=arrived_s, resumed_s=resumed_s, bytes=num_bytes,
-                  groups=[num_rebuilt, num_kept])
+                  groups=[num_rebuilt, num_kept], sums=member.groups.sums_digest())
     log_costs(member.timeline, costs, move=part.number, slot=part.slot)

@@ -1,0 +1,44 @@
+"""Whether sums keep their bits from one generation to the next, by the probes of each slot's communicators. Pure.
+
+A communicator's probe is an adversarial reduction (communicators/base.py): its digest changes where terms are added in
+another order. A move compares the old and the new ones itself (move.py). A recovery has no old ones to compare with any
+more, so that the controller keeps a digest of each slot's from the begin of every generation.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+
+class Sums:
+    """By slot, whoever holds it: the digest of all its communicators (`Groups.sums_digest`)."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, str] = {}
+        self._next: dict[int, str] = {}  # of the generation that all slots are beginning together
+
+    def note(self, slot: int, digest: str) -> None:
+        """After a move: of the generation that the job trains in."""
+        self._now[slot] = digest
+
+    def begin(self, slot: int, digest: str) -> None:
+        """The slot has begun the next generation."""
+        self._next[slot] = digest
+
+    def drop_next(self) -> None:
+        """That generation doesn't come about."""
+        self._next = {}
+
+    def take_next(self) -> list[int] | None:
+        """All slots have begun it. Returns those whose sums have other bits than before; None: that isn't known."""
+        before, self._now, self._next = self._now, self._next, {}
+        if before.keys() != self._now.keys():
+            return None
+        return sorted(slot for slot in before if before[slot] != self._now[slot])
+
+    # ---- for another controller
+
+    def to_json(self) -> list[Any]:
+        return [list(self._now.items()), list(self._next.items())]
+
+    def load_json(self, value: list[Any]) -> None:
+        self._now, self._next = ({slot: digest for slot, digest in pairs} for pairs in value)
