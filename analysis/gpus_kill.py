@@ -23,6 +23,9 @@ from migration.errors import UserError
 from migration.footprint import read_footprint
 
 TITLE = "A killed rank"
+_SAID = {True: ("yes", "Sums on the new communicators have the bits that they had on the old ones."),
+         False: ("no", "Sums on the new communicators have other bits than on the old ones: losses may differ."),
+         None: ("not known", "Whether sums have the bits that they had before is not known.")}
 _LOOK_S = 0.1
 _KILL_BY = 0.6  # of the part's time: the rest is for what the job does then
 
@@ -64,9 +67,11 @@ def describe(run: Run, killed_s: float) -> tuple[list[Figure], str]:
     figures = [Figure(name="detection", value=recovery["detect_s"], unit="s"),
                Figure(name="recovery", value=recovery["recovery_s"], unit="s"),
                Figure(name="signal to the end of the next iteration, by the logs", value=next_s, unit="s"),
-               Figure(name="iterations done again", value=recovery["redone"])]
+               Figure(name="iterations done again", value=recovery["redone"]),
+               Figure(name="sums keep their bits", value=_SAID[recovery["keeps_bits"]][0])]
     return figures, (f"World ranks {recovery['lost']} lost, slots {recovery['slots']} went to {recovery['to']}; went "
-                     f"on from iteration {recovery['from_iteration']} in generation {recovery['generation']}.")
+                     f"on from iteration {recovery['from_iteration']} in generation {recovery['generation']}. "
+                     f"{_SAID[recovery['keeps_bits']][1]}")
 
 
 def explain(result: dict[str, Any], said: str, *, was_killed: bool) -> str:

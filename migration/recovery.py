@@ -99,7 +99,8 @@ class Recovery(Starting):
             return
         self._recovery.keeps_bits = not others
         if others:
-            slots = "all slots" if len(others) == self.config.job_size else f"slots {', '.join(map(str, others))}"
+            named = f"slot{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+            slots = "all slots" if len(others) == self.config.job_size else named
             self._tell_recovery(f"sums of {slots} have other bits than before: losses may differ in their last bits "
                                 "from here on; a spare host with room for a whole host keeps them, or --nccl-pin")
         self._write_down()

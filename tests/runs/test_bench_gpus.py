@@ -46,4 +46,5 @@ def test_every_part(fork_server: ForkServer, tmp_path: Path) -> None:
 
 def _check_kill(section: dict[str, Any], returncode: int) -> None:
     assert not section["problem"] and returncode == 0
-    assert by_column(section)["", "recovery"] > 0 and "bit for bit" in section["notes"][1]
+    assert by_column(section)["", "recovery"] > 0 and by_column(section)["", "sums keep their bits"] == "yes"
+    assert "bit for bit" in section["notes"][1]

@@ -20,7 +20,7 @@ from support import (Case, Undisturbed, assert_equal, completed, last_iteration,
 from analysis.log import Run, read_run, text
 from analysis.report import main as report
 
-CASE = Case(iterations=60, settings=("num_microbatches=1",))
+CASE = Case(iterations=72, settings=("num_microbatches=1",))
 NUM_PROCESSES = 12  # six slots on b0, b1, b2; spares on b3, b4, b5
 EVERY = 8  # iterations, between checkpoints
 TIMEOUT_S = 180.0
@@ -65,33 +65,42 @@ def told(capsys: pytest.CaptureFixture[str], result: dict[str, Any], what: str) 
 
 def test_killed_processes_are_replaced_and_moves_go_on(start_harness: Start, undisturbed: Undisturbed,  # noqa: F811
                                                        capsys: pytest.CaptureFixture[str]) -> None:
-    """One of b1; then both of b2, a whole host; then a planned move, to a host that a loss has left with one spare."""
+    """One of b1, whose other process leaves its slot too; then both of b2, a whole host; then a planned move; then one
+    of b0's new host, in whose place the one of b1 that stood by is all that is left."""
     job = start_harness(*CASE.arguments(NUM_PROCESSES), "--checkpoint-every", EVERY, "--checkpoint-digests",
-                        "--vacate", "b0@45", "--hold", np=NUM_PROCESSES)
+                        "--vacate", "b0@36", "--hold", np=NUM_PROCESSES)
     kill(job, 3, after=EVERY + 2)
     wait_for_recovery(job, 0)
     kill(job, 4, 5, after=next_after_a_checkpoint(job))
-    finished = job.wait(TIMEOUT_S)
-    result = completed(finished)
-    first, second = result["recoveries"]
-    assert (first["lost"], first["hosts"], first["slots"], first["to"]) == ([3], ["b1"], [3], [6])
+    wait_for_recovery(job, 1)
+    job.wait_for(lambda: "move b0@36 committed" in job.out, "the move", TIMEOUT_S)
+    kill(job, 0, 1, 10, after=5 * EVERY + 2)  # two spares, and one that has their slots
+    result = completed(job.wait(TIMEOUT_S))
+    first, second, third = result["recoveries"]
+    assert (first["lost"], first["hosts"], first["slots"], first["to"]) == ([3], ["b1"], [2, 3], [6, 7])
     assert (sorted(second["lost"]), second["hosts"], second["slots"]) == ([4, 5], ["b2", "b2"], [4, 5])
     assert second["to"] == [8, 9], "a host's slots go to one host"
-    for number, recovery in enumerate(result["recoveries"]):
-        assert recovery["generation"] == number + 1 and recovery["from_iteration"] % EVERY == 0
+    assert (third["lost"], third["hosts"], third["slots"], third["to"]) == ([10], ["b5"], [0], [2])
+    assert [recovery["keeps_bits"] for recovery in result["recoveries"]] == [True] * 3
+    assert "; sums keep their bits" in job.out and "other bits" not in job.out
+    for generation, recovery in zip((1, 2, 4), result["recoveries"]):  # 2 to 3 is the move
+        assert recovery["generation"] == generation and recovery["from_iteration"] % EVERY == 0
         assert recovery["from_iteration"] > 0 and recovery["redone"] > 0
         assert recovery["checkpoint"].endswith(f"iteration{recovery['from_iteration']:08d}")
         assert recovery["detect_s"] > 0 and recovery["recovery_s"] > 0
-    assert outcomes(result) == ["COMMITTED"] and result["generation"] == 3
-    assert result["moves"][0]["assignments"] == [[0, 0, 10], [1, 1, 11]] and result["moves"][0]["iteration"] == 45
+    assert outcomes(result) == ["COMMITTED"] and result["generation"] == 4
+    assert result["moves"][0]["assignments"] == [[0, 0, 10], [1, 1, 11]] and result["moves"][0]["iteration"] == 36
     run = read_run(job.run)
     assert_redone(run, first)
-    assert owners(run, 3, 0) == {3} and owners(run, 3, 1) == {6} and owners(run, 0, 3) == {10}
+    assert owners(run, 2, 0) == {2} and owners(run, 2, 1) == {6} and owners(run, 3, 1) == {7}
+    assert owners(run, 0, 3) == {10} and owners(run, 0, 4) == {2} and owners(run, 1, 4) == {11}
     assert_equal(CASE, undisturbed(CASE), job.run)
     assert_nothing_left(job.run)
     assert report([str(job.run)]) == 0
     shown = capsys.readouterr().out
-    assert "recovery 0, generation 1: slot 3 goes to world rank 6 on b3" in shown and "    RECOVERING load " in shown
+    assert ("recovery 0, generation 1: slot 2 goes to world rank 6 on b3, slot 3 goes to world rank 7 on b3, world "
+            "rank 2 on b1 stands by") in shown
+    assert "    RECOVERING load " in shown
     assert {path.name for path in job.run.glob("*.png")} == {"gantt.png", "iteration_times.png"}
     told(capsys, result, "killed")
 
@@ -114,7 +123,10 @@ def test_a_process_that_hangs_and_losses_in_a_move(start_harness: Start, undistu
     job.wait_for(lambda: pid not in job.pids(), "the process that hung to end", TIMEOUT_S)
     result = completed(job.wait(TIMEOUT_S))
     assert [recovery["lost"] for recovery in result["recoveries"]] == [[2], [8], [1]]
-    assert [recovery["slots"] for recovery in result["recoveries"]] == [[2], [], [1]]
+    assert [recovery["slots"] for recovery in result["recoveries"]] == [[2, 3], [], [0, 1]]
+    assert [recovery["to"] for recovery in result["recoveries"]] == [[6, 7], [], [10, 11]]
+    assert [recovery["keeps_bits"] for recovery in result["recoveries"]] == [True] * 3
+    assert result["term"] == 1, "the first controller's process lost its slot, and handed its role over"
     assert [recovery["from_iteration"] for recovery in result["recoveries"]] == [0, 0, 0]
     assert [recovery["checkpoint"] for recovery in result["recoveries"]] == [None] * 3
     assert [recovery["generation"] for recovery in result["recoveries"]] == [1, 3, 4], "1 to 2 is the commit"

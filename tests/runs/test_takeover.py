@@ -67,6 +67,7 @@ def test_killed_controllers(start_harness: Start, harness: Harness, undisturbed:
     (recovery,) = result["recoveries"]
     assert (sorted(recovery["lost"]), recovery["hosts"], recovery["slots"]) == ([0, 1], ["b0", "b0"], [0, 1])
     assert recovery["from_iteration"] in (EVERY, 2 * EVERY) and recovery["redone"] > 0
+    assert recovery["keeps_bits"] is True
     assert outcomes(result) == ["ABORTED", "COMMITTED"] and (result["generation"], result["term"]) == (2, 3)
     assert "the controller, world rank 13, was lost before its verdict" in result["moves"][0]["reason"]
     assert result["moves"][1]["assignments"] == [[4, 4, 8], [5, 5, 9]]
@@ -97,7 +98,8 @@ def test_a_controller_that_hangs(start_harness: Start, harness: Harness,
     assert (found["controller"], found["term"], found["lost"]) == (7, 1, [0]), "it has written no address of its own"
     result = completed(job.wait(TIMEOUT_S))
     (recovery,) = result["recoveries"]
-    assert (recovery["lost"], recovery["slots"], recovery["from_iteration"]) == ([0], [0], 0)
+    assert (recovery["lost"], recovery["slots"], recovery["from_iteration"]) == ([0], [0, 1], 0)
+    assert recovery["to"] == [6, 7] and recovery["keeps_bits"] is True
     assert "not heard for" in recovery["why"]
     own = [text(row["text"]) for row in read_run(job.run).events if row["world_rank"] == 0]
     assert any("was the controller, term 0, and was held for lost" in line for line in own), own

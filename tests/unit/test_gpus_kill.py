@@ -12,7 +12,7 @@ from analysis.gpus_kill import describe, explain
 from analysis.log import Run, read_run
 
 RECOVERY = {"lost": [2], "hosts": ["b1"], "slots": [2, 3], "to": [6, 7], "detect_s": 0.25, "recovery_s": 4.5,
-            "from_iteration": 8, "redone": 2, "checkpoint": "iteration00000008", "generation": 1}
+            "from_iteration": 8, "redone": 2, "checkpoint": "iteration00000008", "generation": 1, "keeps_bits": True}
 
 
 @pytest.fixture
@@ -26,8 +26,17 @@ def test_what_a_recovery_took(run: Run) -> None:
     run = dataclasses.replace(run, result={"recoveries": [RECOVERY]}, iterations=run.iterations[
         ~ended | (run.iterations["start_s"] < killed_s)])
     figures, told = describe(run, killed_s)
-    assert [figure.value for figure in figures] == [0.25, 4.5, pytest.approx(2.0 + ITERATION_S), 2]
-    assert told == ("World ranks [2] lost, slots [2, 3] went to [6, 7]; went on from iteration 8 in generation 1.")
+    assert [figure.value for figure in figures] == [0.25, 4.5, pytest.approx(2.0 + ITERATION_S), 2, "yes"]
+    assert told == ("World ranks [2] lost, slots [2, 3] went to [6, 7]; went on from iteration 8 in generation 1. "
+                    "Sums on the new communicators have the bits that they had on the old ones.")
+
+
+@pytest.mark.parametrize(("keeps_bits", "value", "said"), [(False, "no", "have other bits"),
+                                                           (None, "not known", "is not known")])
+def test_sums_of_a_recovery(run: Run, keeps_bits: bool | None, value: str, said: str) -> None:
+    run = dataclasses.replace(run, result={"recoveries": [RECOVERY | {"keeps_bits": keeps_bits}]})
+    figures, told = describe(run, 0.0)
+    assert (figures[-1].name, figures[-1].value) == ("sums keep their bits", value) and said in told
 
 
 @pytest.mark.parametrize("recoveries", [[], [RECOVERY, RECOVERY]])

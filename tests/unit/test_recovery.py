@@ -1,4 +1,5 @@
-"""Who is lost, who takes a slot, and where a run goes on: what a recovery decides before anything is built."""
+"""Who is lost, and where a run goes on: what a recovery decides before anything is built. Who takes a slot:
+test_recovery_plan.py."""
 from __future__ import annotations
 
 import dataclasses
@@ -7,65 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from one_controller import ALL, ROSTER, OneController
 
 from migration import checkpoint_files
 from migration.checkpoint_files import Start, find_restart
 from migration.config import Config
-from migration.deputy import Gate
 from migration.footprint import FOLDER, write_footprint
-from migration.move import MoveTally
 from migration.neighbours import Neighbours
-from migration.options import Options
-from migration.plan import plan_recovery
 from migration.protocol import Action, Phase
-from migration.recovery import Failure, Recovery
-from migration.roster import Roster
-from migration.watch import Watch
-
-# hosts a, b with slots 0..3; c and d with spares 4..7
-ROSTER = Roster(hosts=("a", "a", "b", "b", "c", "c", "d", "d"), holders=(0, 1, 2, 3))
-
-
-def without(roster: Roster, *lost: int) -> Roster:
-    for rank in lost:
-        roster = roster.without(rank)
-    return roster
-
-
-# ---- which spare takes which slot
-
-
-@pytest.mark.parametrize(("roster", "lost", "expected"), [
-    (ROSTER, (3,), [[3, 3, 4]]),
-    (ROSTER, (2, 3), [[2, 2, 4], [3, 3, 5]]),  # a host's go to one host
-    (ROSTER, (3, 4), [[3, 3, 5]]),  # the host with the fewest that suffice
-    (ROSTER, (0, 1, 2, 3), [[0, 0, 4], [1, 1, 5], [2, 2, 6], [3, 3, 7]]),
-    (dataclasses.replace(ROSTER, leaving=frozenset("c")), (3,), [[3, 3, 6]]),
-    (dataclasses.replace(ROSTER, holders=(0, 1, 2, 4)), (2, 5, 6, 7), [[2, 2, 3]]),  # on its own host, if no other
-    (dataclasses.replace(ROSTER, holders=(0, 1, 2, 4)), (2, 4, 6), [[2, 2, 7], [3, 4, 3]]),
-])
-def test_spares_for_lost_processes(roster: Roster, lost: tuple[int, ...], expected: list[list[int]]) -> None:
-    plan = plan_recovery(without(roster, *lost))
-    assert plan is not None and json.loads(plan.to_json()) == expected
-    after = without(roster, *lost).replaced(plan)
-    assert after.lost == set(lost) and after.lost.isdisjoint(after.holders)
-
-
-def test_too_few_spares() -> None:
-    assert plan_recovery(without(ROSTER, 2, 3, 4, 5, 6)) is None
-    assert plan_recovery(dataclasses.replace(without(ROSTER, 2), leaving=frozenset("bcd"))) is None
-
-
-def test_nobody_to_replace() -> None:
-    plan = plan_recovery(without(ROSTER, 5))
-    assert plan is not None and plan.assignments == ()
-
 
 # ---- from where
 
@@ -133,48 +87,6 @@ def test_a_process_that_cannot_be_seen_from_here_is_nobodys_neighbour(tmp_path: 
     assert Neighbours(str(tmp_path), 0, ["machine", "another"]).gone() == []
 
 
-class OneController(Recovery):
-    """What Recovery needs of a controller, with actions in a list."""
-
-    def __init__(self, **options: Any) -> None:
-        self.options = Options(run="run", **options)
-        self.sent: list[int] = []
-        self.world = SimpleNamespace(size=8, rank=0, send=lambda rank, _record: self.sent.append(rank))
-        self.term = 0
-        self.timeline = SimpleNamespace(add_event=lambda *_: None, clock=lambda: 0.0)
-        self._tally, self._watch = MoveTally(ROSTER), Watch(8, beat_s=5.0, heartbeat_timeout_s=15.0)
-        self._record = SimpleNamespace(recoveries=[], checkpoints=[], say=lambda _: None)
-        self._has_begun, self._ended, self._is_starting, self._suspects = True, False, True, {}
-        self._failure: Failure | None = None
-        self._dead: set[int] = set()
-        self._gate = Gate()
-        self._step_down = lambda text: self.done.append(text)
-        self._ticked_s, self._replace_at_s = time.monotonic(), 0.0
-        self.done: list[Any] = []
-
-    def _act(self, actions: tuple[Action, ...]) -> None:
-        self.done += actions
-        if Action.SEND_RECOVER in actions:
-            self._failure = None
-
-    def _end_job(self, error: str, code: int = 1, requeue: bool = False) -> None:
-        self._ended = True
-        self.done.append((error, code))
-
-    def wait(self, seconds: float, living: tuple[int, ...]) -> None:
-        """Ticks as the control thread has them, on a clock of their own, with `living` heard meanwhile."""
-        until_s = self._ticked_s + seconds
-        while self._ticked_s < until_s:
-            for rank in living:
-                self._watch._heard_s[rank] = self._ticked_s
-            self._look_around(self._ticked_s + 0.05)
-            if self._ended:
-                return
-
-
-ALL = tuple(range(8))
-
-
 def fatal(controller: OneController, code: int = 1) -> None:
     number = len(controller._record.recoveries)
     controller._on_fatal({"from": 2, "recovery": number, "message": "no peer", "code": code})
@@ -194,8 +106,22 @@ def test_a_failure_with_a_silent_process_is_its_consequence() -> None:
     controller.wait(1.0, (0, 1, 2, 4, 5, 6, 7))
     assert controller.done == []
     controller.wait(2.0, (0, 1, 2, 4, 5, 6, 7))
-    assert controller.done == [Action.SEND_RECOVER] and controller._tally.roster.holders == (0, 1, 2, 4)
-    assert controller._record.recoveries[0]["lost"] == [3] and controller.sent == [3], "if it hangs it must end"
+    assert controller.done == [Action.SEND_RECOVER] and controller._tally.roster.holders == (0, 1, 4, 5)
+    (recovery,) = controller._record.recoveries
+    assert recovery["lost"] == [3] and controller.sent == [3], "if it hangs it must end"
+    assert (recovery["slots"], recovery["to"]) == ([2, 3], [4, 5])
+
+
+def test_a_failure_of_a_spare_costs_the_spare() -> None:
+    """Such as one that doesn't come out of training on a host that is broken: its slot is another process's now."""
+    controller = OneController()
+    controller._tally.roster = dataclasses.replace(ROSTER, holders=(0, 1, 4, 3))
+    fatal(controller)
+    controller.wait(1.0, ALL)
+    assert controller.done == []
+    controller.wait(2.0, ALL)
+    assert controller.done == [Action.NOTE_LOSS] and controller.sent == [2]
+    assert controller._tally.roster.lost == {2} and controller._failure is None
 
 
 def test_a_controller_whose_own_training_hangs_ends_the_job() -> None:
@@ -254,11 +180,11 @@ def test_a_failure_of_the_generation_before_counts_for_nothing() -> None:
 
 def test_a_second_loss_in_a_recovery_needs_another_spare() -> None:
     controller = OneController()
-    for lost in (1, 2, 3):
+    for lost in (1, 2, 3):  # the last one has left its slot, and stands by
         controller._suspect(lost, "gone")
         controller.wait(1.0, ALL)
-    assert controller.done == [Action.SEND_RECOVER] * 3 and controller._tally.generation == 3
-    assert controller._tally.phase is Phase.RECOVERING
+    assert controller.done == [Action.SEND_RECOVER] * 2 + [Action.NOTE_LOSS] and controller._tally.generation == 2
+    assert controller._tally.phase is Phase.RECOVERING and controller._tally.roster.holders == (4, 5, 6, 7)
     for lost in (4, 5):
         controller._suspect(lost, "gone")
     controller.wait(1.0, ALL)

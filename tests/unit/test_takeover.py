@@ -80,6 +80,17 @@ class Side:
         return found
 
 
+    def begin_generation(self, recovery: int, changed: int | None = None) -> None:
+        """All slots are ready and start; what they say of their sums is fake, and another word for slot `changed`."""
+        for rank in self.tally.roster.holders:
+            self.hear("READY", rank, recovery=recovery)
+        while not self.take("START"):
+            self.tick()
+        for slot, rank in enumerate(self.tally.roster.holders):
+            self.hear("STARTED", rank, recovery=recovery, iteration=0,
+                      sums=f"fake digest {slot}{' changed' if slot == changed else ''}")
+
+
 class Two:
     """The first controller, its deputy, and the second controller once the first is lost."""
 
@@ -89,12 +100,9 @@ class Two:
         self.rank = {4: 7, 6: 5}.get(rank, 7)  # the last spare of another host
         self.deputy = Deputy(self.rank, 15.0)
         self.deputy.look(time.monotonic())
-        for member in ALL:
-            self.first.hear("READY", member, recovery=0)
-        while not self.first.take("START"):
-            self.first.tick()
-        for slot in range(4):
-            self.first.hear("STARTED", slot, recovery=0, iteration=0)
+        for spare in ALL[4:]:
+            self.first.hear("READY", spare, recovery=0)
+        self.first.begin_generation(0)
         self.settle()
 
     def settle(self) -> None:
@@ -220,7 +228,7 @@ def test_a_lost_slot_is_replaced(tmp_path: Path) -> None:
     two = Two(tmp_path, rank=0)
     second = two.lose()
     second.tick(1.0)
-    assert second.tally.phase is Phase.RECOVERING and second.tally.roster.holders == (4, 1, 2, 3)
+    assert second.tally.phase is Phase.RECOVERING and second.tally.roster.holders == (4, 5, 2, 3)
     assert [rank for rank, _ in second.take("RECOVER")] == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -369,6 +377,59 @@ def test_a_recovery_begins_once_more(tmp_path: Path) -> None:
     second = two.lose(generation=1)
     found = [record["recovery"] for _, record in second.sent if record["kind"] == "RECOVER"]
     assert found == [2] * 6 and second.tally.generation == 2 and second.tally.roster.lost == {3, 6}
+
+
+@pytest.mark.parametrize("changed", [None, 1])
+def test_sums_are_compared_with_those_that_the_last_controller_was_told(tmp_path: Path, changed: int | None) -> None:
+    two = Two(tmp_path, rank=6)
+    two.first.controller._suspect(3, "gone", has_died=True)
+    two.first.tick(1.0)
+    two.settle()
+    second = two.lose(generation=1)
+    second.begin_generation(2, changed)
+    assert second.tally.phase is Phase.TRAINING
+    assert [row["keeps_bits"] for row in second.controller._record.recoveries] == [None, changed is None]
+
+
+def test_a_move_that_changes_sums_says_so_to_the_recovery_after_it(two: Two) -> None:
+    two.to_switching()
+    first = two.first
+    first.report(Report.VERIFIED)
+    two.settle()
+    for rank in MEMBERS:
+        slot = first.tally.roster.slot_of(rank)
+        first.hear("REPORT", rank, report="ACKNOWLEDGED", move=0, value=None, arrived_s=1.0, resumed_s=2.0, bytes=1,
+                   groups=[1, 1], sums=f"fake digest {'of who leaves' if slot is None else slot}"
+                   + (" changed" if slot == 1 else ""))
+    assert first.tally.phase is Phase.TRAINING
+    first.controller._suspect(0, "gone", has_died=True)
+    first.tick(1.0)
+    two.settle()
+    first.begin_generation(1, changed=1)
+    assert [row["keeps_bits"] for row in first.controller._record.recoveries] == [True]
+
+
+# ---- it lives, and a process beside it is lost
+
+
+def test_a_controller_that_leaves_its_slot_stands_by_and_hands_its_role_over(tmp_path: Path) -> None:
+    """Not before the recovery is through."""
+    two = Two(tmp_path, rank=0)
+    first = two.first
+    first.controller._suspect(1, "gone", has_died=True)
+    first.tick(1.0)
+    two.settle()
+    told = {rank: record["slot"] for rank, record in first.sent if record["kind"] == "RECOVER"}
+    assert told == {0: None, 2: 2, 3: 3, 4: 0, 5: 1, 6: None, 7: None}
+    first.begin_generation(1)
+    two.settle()
+    holders = first.tally.roster.holders
+    for rank in holders[:-1]:
+        first.hear("PROGRESS", rank, recovery=1, iteration=1)
+    assert first.controller.successor is None and first.controller.is_to_end
+    first.hear("PROGRESS", holders[-1], recovery=1, iteration=1)
+    assert first.controller.successor == 2 and not first.controller.is_to_end
+    assert first.controller._record.recoveries[0]["keeps_bits"] is True
 
 
 def test_a_stop_that_all_have_agreed_on_is_said_again(tmp_path: Path) -> None:
