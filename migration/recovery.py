@@ -231,7 +231,6 @@ class Recovery(Starting):
         self._failure, self._is_starting, self.successor = None, False, None
         self._ready.clear()
         self._started.clear()
-        self._sums.drop_next()
         self._awaited = set(roster.holders)
         self._stop = None if self._stop is None else Stop(requeue=self._stop.requeue)
         self.world.urgent = False

@@ -6,8 +6,6 @@ more, so that the controller keeps a digest of each slot's from the begin of eve
 """
 from __future__ import annotations
 
-from typing import Any
-
 
 class Sums:
     """By slot, whoever holds it: the digest of all its communicators (`Groups.sums_digest`)."""
@@ -21,12 +19,8 @@ class Sums:
         self._now[slot] = digest
 
     def begin(self, slot: int, digest: str) -> None:
-        """The slot has begun the next generation."""
+        """The slot has begun the next generation; one that doesn't come about is followed by another."""
         self._next[slot] = digest
-
-    def drop_next(self) -> None:
-        """That generation doesn't come about."""
-        self._next = {}
 
     def take_next(self) -> list[int] | None:
         """All slots have begun it. Returns those whose sums have other bits than before; None: that isn't known."""
@@ -37,8 +31,8 @@ class Sums:
 
     # ---- for another controller
 
-    def to_json(self) -> list[Any]:
-        return [list(self._now.items()), list(self._next.items())]
+    def to_json(self) -> list[tuple[int, str]]:
+        return list(self._now.items())
 
-    def load_json(self, value: list[Any]) -> None:
-        self._now, self._next = ({slot: digest for slot, digest in pairs} for pairs in value)
+    def load_json(self, value: list[tuple[int, str]]) -> None:
+        self._now = {slot: digest for slot, digest in value}

@@ -20,7 +20,7 @@ from support import (Case, Undisturbed, assert_equal, completed, last_iteration,
 from analysis.log import Run, read_run, text
 from analysis.report import main as report
 
-CASE = Case(iterations=72, settings=("num_microbatches=1",))
+CASE = Case(iterations=84, settings=("num_microbatches=1",))
 NUM_PROCESSES = 12  # six slots on b0, b1, b2; spares on b3, b4, b5
 EVERY = 8  # iterations, between checkpoints
 TIMEOUT_S = 180.0
@@ -68,13 +68,13 @@ def test_killed_processes_are_replaced_and_moves_go_on(start_harness: Start, und
     """One of b1, whose other process leaves its slot too; then both of b2, a whole host; then a planned move; then one
     of b0's new host, in whose place the one of b1 that stood by is all that is left."""
     job = start_harness(*CASE.arguments(NUM_PROCESSES), "--checkpoint-every", EVERY, "--checkpoint-digests",
-                        "--vacate", "b0@36", "--hold", np=NUM_PROCESSES)
+                        "--vacate", "b0@50", "--hold", np=NUM_PROCESSES)
     kill(job, 3, after=EVERY + 2)
     wait_for_recovery(job, 0)
     kill(job, 4, 5, after=next_after_a_checkpoint(job))
     wait_for_recovery(job, 1)
-    job.wait_for(lambda: "move b0@36 committed" in job.out, "the move", TIMEOUT_S)
-    kill(job, 0, 1, 10, after=5 * EVERY + 2)  # two spares, and one that has their slots
+    job.wait_for(lambda: "move b0@50 committed" in job.out, "the move", TIMEOUT_S)
+    kill(job, 0, 1, 10, after=7 * EVERY + 2)  # two spares, and one that has their slots
     result = completed(job.wait(TIMEOUT_S))
     first, second, third = result["recoveries"]
     assert (first["lost"], first["hosts"], first["slots"], first["to"]) == ([3], ["b1"], [2, 3], [6, 7])
@@ -89,7 +89,7 @@ def test_killed_processes_are_replaced_and_moves_go_on(start_harness: Start, und
         assert recovery["checkpoint"].endswith(f"iteration{recovery['from_iteration']:08d}")
         assert recovery["detect_s"] > 0 and recovery["recovery_s"] > 0
     assert outcomes(result) == ["COMMITTED"] and result["generation"] == 4
-    assert result["moves"][0]["assignments"] == [[0, 0, 10], [1, 1, 11]] and result["moves"][0]["iteration"] == 36
+    assert result["moves"][0]["assignments"] == [[0, 0, 10], [1, 1, 11]] and result["moves"][0]["iteration"] == 50
     run = read_run(job.run)
     assert_redone(run, first)
     assert owners(run, 2, 0) == {2} and owners(run, 2, 1) == {6} and owners(run, 3, 1) == {7}

@@ -25,7 +25,10 @@ from migration.roster import Roster
     (dataclasses.replace(ROSTER, leaving=frozenset("cd")), (3,), None),
     (dataclasses.replace(ROSTER, vacated=("c",)), (3,), [[2, 2, 6], [3, 3, 7]]),  # c was left for a reason
     (dataclasses.replace(ROSTER, hosts=tuple("aabbcccd")), (3,), [[2, 2, 4], [3, 3, 5]]),
-    (dataclasses.replace(ROSTER, hosts=tuple("aabbcccdd"), holders=(0, 1, 2, 3)), (3,), [[2, 2, 7], [3, 3, 8]]),
+    (dataclasses.replace(ROSTER, hosts=tuple("aabbcccdd")), (3,), [[2, 2, 7], [3, 3, 8]]),
+    (dataclasses.replace(ROSTER, hosts=tuple("aabbcd")), (3,), [[3, 3, 4]]),  # room for two, not on one host
+    (dataclasses.replace(ROSTER, hosts=tuple("aabbbcccd"), holders=(0, 1, 2, 3, 4)), (0, 4),
+     [[0, 0, 8], [2, 2, 5], [3, 3, 6], [4, 4, 7]]),  # the large one first
     (dataclasses.replace(ROSTER, hosts=tuple("aabbbccc"), holders=(0, 1, 2, 3, 4)), (0, 4),
      [[0, 0, 5], [1, 1, 6], [4, 4, 7]]),  # the large one would take all
     (dataclasses.replace(ROSTER, holders=(0, 1, 2, 4)), (2, 5, 6, 7), [[2, 2, 3]]),  # on its own host, if no other

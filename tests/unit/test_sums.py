@@ -37,8 +37,7 @@ class Began(OneController):
     def lose(self, rank: int) -> None:
         self._suspect(rank, "gone")
         self.wait(1.0, ALL)
-        self._sums.drop_next()  # as SEND_RECOVER does
-        self._started.clear()
+        self._started.clear()  # as SEND_RECOVER does
 
     def keeps_bits(self) -> list[bool | None]:
         return [recovery["keeps_bits"] for recovery in self._record.recoveries]
