@@ -23,9 +23,9 @@ Why a move: own_time.py (what a process works without waiting), straggler.py (wh
 each experiment).
 
 When a process is lost: recovery.py (who is lost, and how the job goes on), neighbours.py (sees who died), rebuilding.py
-(what each process does about it). When it is the controller's: role.py (what this process is to it), deputy.py (who has
-all that it must not lose, and when it takes over), succession.py (what that is, and a planned hand-over), takeover.py
-(the first decision of the next one), told.py (what members tell it again).
+(what each process does about it), sums.py (whether sums keep their bits). When it is the controller's: role.py (what
+this process is to it), deputy.py (who has all that it must not lose, and when it takes over), succession.py (what that
+is, and a planned hand-over), takeover.py (the first decision of the next one), told.py (what members tell it again).
 
 Without a move: checkpoint.py (the whole state through Megatron's distributed checkpoint), checkpoint_files.py (which
 one counts, and where a run starts), stopping.py (how a running job is asked to save and end).
@@ -44,6 +44,6 @@ forkserver.py and zygote.py (one machine, one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
 communicators. Nothing here imports harness. protocol, move, schedule, arms, roster, plan, topology, config, profiles,
-deputy, told, sizes, slurm_nodes, departures, options, pacing, checkpoint_files, straggler, experiments and errors
+deputy, told, sums, sizes, slurm_nodes, departures, options, pacing, checkpoint_files, straggler, experiments and errors
 import the standard library and numpy only.
 """

@@ -80,9 +80,10 @@ def plan_move(roster: Roster, request: VacateRequest) -> MovePlan:
     The ranks of one host go to one host together where any has room, since tensor-parallel neighbours should stay
     neighbours: to the one with the fewest spares that suffice, and among equals to the first (in the order of the
     targets named, else of the hosts). Where no target is named, a host that no move has left yet comes before all
-    that one has, and of those the one that was left longest ago: whoever vacated a host had a reason. What fits nowhere
-    in one piece is spread over the hosts in order. A joiner is a living spare and never on a host that the request
-    leaves, or that is to be left for another reason; only a named target can move a single process within its own host.
+    that one has, and of those the one that was left longest ago: whoever vacated a host had a reason. One on which a
+    process was lost comes last: that may have been the host's fault. What fits nowhere in one piece is spread over the
+    hosts in order. A joiner is a living spare and never on a host that the request leaves, or that is to be left for
+    another reason; only a named target can move a single process within its own host.
     Raises UserError for what can't be done; nothing has changed then.
     """
     leavers_by_host = _leavers_by_host(roster, request)
@@ -219,8 +220,14 @@ def _free_spares(roster: Roster, request: VacateRequest, left: frozenset[str]) -
 
 
 def _left_at(roster: Roster, request: VacateRequest, host: str) -> int:
-    """The larger, the later a move has left `host`; -1: none has, or the user named the targets."""
-    return roster.vacated.index(host) if host in roster.vacated and not request.targets else -1
+    """The larger, the later a move has left `host`; -1: none has, or the user named the targets.
+
+    Hosts on which a process was lost come after all others.
+    """
+    if request.targets:
+        return -1
+    left_at = roster.vacated.index(host) if host in roster.vacated else -1
+    return left_at + (len(roster.vacated) + 1) * any(rank in roster.lost for rank in roster.world_ranks_of(host))
 
 
 def _check_host(roster: Roster, request: VacateRequest, host: str) -> None:

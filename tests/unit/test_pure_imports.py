@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PURE = ("errors", "config", "topology", "sizes", "profiles", "roster", "plan", "plan_report", "protocol",
         "move", "options", "schedule", "watch", "placement", "faults", "acceptance", "checkpoint_files",
         "slurm_nodes", "departures", "slurm_watch", "straggler", "experiments", "neighbours", "pacing",
-        "deputy", "told")
+        "deputy", "told", "sums")
 BLOCKED = ("torch", "mpi4py", "h5py", "megatron", "psutil", "matplotlib")
 
 PROGRAM = """

@@ -7,7 +7,7 @@ import json
 import pytest
 from one_controller import ROSTER, without
 
-from migration.plan import plan_recovery
+from migration.plan import parse_vacate, plan_move, plan_recovery
 from migration.roster import Roster
 
 
@@ -53,6 +53,9 @@ def test_who_survived_on_a_lost_host_is_the_last_to_be_used() -> None:
     assert plan is not None
     roster = roster.replaced(plan)  # slots 0, 1 on a, 2, 3 on c
     assert roster.spares() == (2, 6, 7) and roster.vacated == ("b",)
+    later = roster.after(plan_move(roster, parse_vacate("a", need_iteration=False)))  # to d: 0 and 1 are spares
+    (assignment,) = plan_move(later, parse_vacate("d:0", need_iteration=False)).assignments
+    assert assignment.joiner == 0, "a was left later, but nothing was lost there"
     second = plan_recovery(without(roster, 0))
     assert second is not None and second.joiners == (6, 7)
     third = plan_recovery(without(roster, 0, 7))
