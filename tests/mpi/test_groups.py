@@ -131,6 +131,14 @@ def test_the_probe_sees_the_same_sums_in_the_next_generation(process: Process) -
     del server
 
 
+def test_sums_of_a_slot_have_one_digest_whoever_holds_it(process: Process) -> None:
+    before = world().allgather((process.slot, process.groups.sums_digest()))
+    swap(process, 1, 3, 1)
+    after = world().allgather((process.slot, process.groups.sums_digest()))
+    assert after[3] == before[1] and after[0] == before[0] and after[2] == before[2]
+    assert len({digest for _, digest in before}) == 4, "the groups of each slot are others, and rank 3 has none"
+
+
 def test_ten_swaps_leave_nothing_behind(process: Process) -> None:
     """Rank 1 and rank 3 take slot 1 in turn; after each, nobody holds more than after the first ones."""
     history: list[dict[str, int]] = []
