@@ -1,9 +1,9 @@
 """Unplanned failures: who is lost, and how the job goes on without them, in the processes that live.
 
 The controller's part; rebuilding.py is a process's. Every slot drops what it is at, spares take the slots of those
-lost, and the whole job is built anew as the next generation, as at the start of a run (starting.py), from the newest
-checkpoint that is whole. Where that can't be done, the job ends and may be started again (`requeue`). Control thread
-only.
+lost, and as a rule all slots of their hosts, and the whole job is built anew as the next generation, as at the start of
+a run (starting.py), from the newest checkpoint that is whole. Where that can't be done, the job ends and may be started
+again (`requeue`). Control thread only.
 """
 from __future__ import annotations
 
