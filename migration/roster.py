@@ -95,7 +95,7 @@ class Roster:
                                    vacated=(*(host for host in self.vacated if host not in left), *left))
 
     def replaced(self, plan: MovePlan) -> Roster:
-        """The roster once the joiners of `plan` hold the slots of processes that are lost, and of some on their hosts."""
+        """The roster once the joiners of `plan` hold the slots of processes that are lost, and of others with them."""
         after = self.after(plan)
         assert after.lost.isdisjoint(after.holders), f"a lost process still holds a slot: {after.holders}"
         return after

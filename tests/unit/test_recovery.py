@@ -112,6 +112,13 @@ def test_a_failure_with_a_silent_process_is_its_consequence() -> None:
     assert (recovery["slots"], recovery["to"]) == ([2, 3], [4, 5])
 
 
+def test_just_a_slot_if_asked_to() -> None:
+    controller = OneController(recover="slot")
+    controller._suspect(3, "gone")
+    controller.wait(1.0, ALL)
+    assert controller.done == [Action.SEND_RECOVER] and controller._tally.roster.holders == (0, 1, 2, 4)
+
+
 def test_a_failure_of_a_spare_costs_the_spare() -> None:
     """Such as one that doesn't come out of training on a host that is broken: its slot is another process's now."""
     controller = OneController()
