@@ -74,7 +74,6 @@ def parse_check(argv: list[str]) -> tuple[Config, Namespace]:
 def launch_check(argv: list[str]) -> int:
     """`harness.py check --np N` outside mpirun. Returns the exit code."""
     from migration.launch import launch
-    from migration.preload import can_share_imports
     _, args = parse_check(argv)
     if args.np is None or args.np < 1:
         raise UserError("check: start it with --np N on this machine, or under mpirun or srun, with the processes of "
@@ -84,8 +83,7 @@ def launch_check(argv: list[str]) -> int:
     rank_argv = [a for i, a in enumerate(argv) if not a.startswith("--np") and (i == 0 or argv[i - 1] != "--np")]
     with tempfile.TemporaryDirectory(prefix="lm-check-") as folder:
         run = Path(args.run or folder)
-        code = launch(args.np, ["check", *rank_argv, *([] if args.run else ["--run", folder])], run_dir=run,
-                      share_imports=can_share_imports())
+        code = launch(args.np, ["check", *rank_argv, *([] if args.run else ["--run", folder])], run_dir=run)
         result = run / "result.json"
         return json.loads(result.read_text())["exit_code"] if result.exists() and code in (0, 1) else code
 

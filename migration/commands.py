@@ -16,7 +16,6 @@ from migration.config import apply_settings
 from migration.errors import UserError
 from migration.plan import check_moves, initial_roster, parse_vacate, spread_hosts
 from migration.plan_report import describe_plan, plan_as_dict
-from migration.preload import can_share_imports
 from migration.profiles import DEFAULT_PROFILE, describe_profiles, get_profile
 from migration.requests import NoJob, read_result, send_request
 
@@ -46,8 +45,7 @@ def launch_run(argv: list[str]) -> int:
     rank_argv = [a for a in rank_argv if a != "--no-shared-imports"]
     if not args.run:
         rank_argv += ["--run", options.run]
-    share = not args.no_shared_imports and can_share_imports()
-    return launch(args.np, rank_argv, run_dir=Path(options.run), share_imports=share)
+    return launch(args.np, rank_argv, run_dir=Path(options.run), share_imports=not args.no_shared_imports)
 
 
 def _request(argv: list[str]) -> int:

@@ -12,7 +12,8 @@ Who dies with whom: the light process's death ends its copy (the server sees the
 ends all copies (the kernel, `die_with_parent`), and the creator's death ends the server (its lifeline closes). Tried: a
 thread in each copy that watches the light process; the server's loop does it without.
 
-Linux only. The server has one thread when it forks, so no lock is copied while it is held.
+Linux only. The server has one thread when it forks, so no lock is copied while it is held; where its imports have left
+more, it makes no copies, and each process goes on by itself.
 """
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from migration.errors import UserError
-from migration.zygote import FORKED_VARIABLE, LENGTH, NUMBER, TITLE_BYTES, receive
+from migration.zygote import FORKED_VARIABLE, LENGTH, NO_COPY, NUMBER, TITLE_BYTES, receive
 
 ADDRESS_VARIABLE = "LM_FORKSERVER"
 _CLOSE_TIMEOUT_S = 10.0
@@ -93,10 +94,10 @@ class ForkServer:
         self.close()
 
 
-def hand_over(address: str, argv: Sequence[str]) -> NoReturn:
+def hand_over(address: str, argv: Sequence[str]) -> None:
     """Has the server at `address` run a copy in place of this process; ends as the copy ends.
 
-    argv: arguments without the program. Raises UserError if no server listens there.
+    Returns if the server makes no copies: then this process does everything itself. argv: arguments without the program. Raises UserError if no server listens there.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # hydra's news that another rank failed; the copy has its own answer
@@ -115,6 +116,8 @@ def hand_over(address: str, argv: Sequence[str]) -> NoReturn:
             socket.send_fds(connection, [LENGTH.pack(len(request))], fds)
             connection.sendall(request)
             pid = NUMBER.unpack(receive(connection, NUMBER.size))[0]
+            if pid == NO_COPY:
+                return
             _forward_signals(pid)
             exit_code = NUMBER.unpack(receive(connection, NUMBER.size))[0]
             _stop_forwarding()

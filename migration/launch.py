@@ -30,7 +30,6 @@ from typing import IO
 
 from migration.errors import UserError
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
-from migration.preload import can_share_imports
 from migration.versions import CODE_ROOT
 from migration.zygote import RUN_VARIABLE, die_with_parent
 
@@ -46,9 +45,9 @@ _RESULT_GRACE_S = 20.0  # from result.json to the end of the last process
 def serve_imports(environment: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
     """A fork server for all runs of the context, so that imports are paid for once; gives the variables for them.
 
-    Nothing where one is there already, or where imports can't be shared. environment: the server's own.
+    Nothing where one is there already. environment: the server's own.
     """
-    if ADDRESS_VARIABLE in os.environ or not can_share_imports():
+    if ADDRESS_VARIABLE in os.environ:
         yield {}
         return
     with ForkServer(preload=_PRELOAD, entry=_ENTRY, environment=environment) as server:

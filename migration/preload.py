@@ -9,16 +9,24 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from migration.placement import DEFAULTS, has_gpu
 
 
-def can_share_imports() -> bool:
-    """Whether processes may be copies of one that has run `preload`.
-
-    With a GPU they may not: megatron's imports ask NVML for it, which leaves a thread behind.
-    """
-    return not has_gpu()
+@contextmanager
+def _hidden_gpus() -> Iterator[None]:
+    """Imports ask for GPUs (megatron's, for the FP8 tensors of checkpoints; torch's, for a log line), and NVML, which
+    answers, leaves a thread behind: a process with several can't be copied. Inside they find none."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def preload() -> None:
@@ -27,8 +35,9 @@ def preload() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch)\..*")
     # 0.19 reads a checkpoint's common part in a way that torch warns of, on every rank
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint\..*")
-    for name in ("megatron.core.rerun_state_machine", "megatron.core.models.gpt.gpt_model"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # the one says that it exists, the other that it is old
+    for name in ("megatron.core.rerun_state_machine", "megatron.core.models.gpt.gpt_model",
+                 "torch.utils.cpp_extension"):  # says that it exists, that it is old, that there is no GPU
+        logging.getLogger(name).setLevel(logging.ERROR)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if has_gpu():
@@ -39,9 +48,10 @@ def preload() -> None:
     if device.install():
         import torch
         torch.set_num_threads(1)
-    import megatron.core.pipeline_parallel  # noqa: F401
-    import migration.arguments  # noqa: F401 - these take a process 0.2 s of a core
-    import migration.bringup  # noqa: F401
-    import migration.model  # noqa: F401
-    import migration.process  # noqa: F401
-    import migration.standby  # noqa: F401
+    with _hidden_gpus():
+        import megatron.core.pipeline_parallel  # noqa: F401
+        import migration.arguments  # noqa: F401 - these take a process 0.2 s of a core
+        import migration.bringup  # noqa: F401
+        import migration.model  # noqa: F401
+        import migration.process  # noqa: F401
+        import migration.standby  # noqa: F401

@@ -29,6 +29,7 @@ from typing import NoReturn
 FORKED_VARIABLE = "LM_FORKED_PID"
 RUN_VARIABLE = "LM_RUN"
 NUMBER = struct.Struct("<i")
+NO_COPY = 0  # in the place of a pid
 LENGTH = struct.Struct("<I")
 # The server's arguments are padded by this: a copy shows its own arguments in their place (ps, /proc/PID/cmdline).
 TITLE_BYTES = 4096
@@ -70,16 +71,16 @@ def main() -> NoReturn:
     try:
         _resolve(preload)()
         run = _resolve(entry)
-        threads = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
-        if len(threads) != 1:
-            raise RuntimeError(f"{preload} left threads: {', '.join(threads)}; a process with several can't be copied "
-                               "safely")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    threads = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    if len(threads) != 1:
+        print(f"fork server: {preload} left threads ({', '.join(threads)}), and a process with several can't be copied "
+              "safely: each rank imports for itself", file=sys.stderr, flush=True)
     gc.collect()
     gc.freeze()  # a collection in a copy would write to, and so duplicate, every shared page
-    request = _Server(socket.socket(fileno=int(fd)), folder).serve()
+    request = _Server(socket.socket(fileno=int(fd)), folder, may_copy=len(threads) == 1).serve()
     _become(request)  # from here on this is a copy
     sys.exit(run(request.argv))
 
@@ -99,8 +100,9 @@ class _Copy:
 class _Server:
     """The loop of the server: takes requests, forks, reaps, and kills what nobody waits for any more."""
 
-    def __init__(self, listener: socket.socket, folder: str) -> None:
+    def __init__(self, listener: socket.socket, folder: str, *, may_copy: bool) -> None:
         self._pid = os.getpid()
+        self._may_copy = may_copy
         self._folder = folder
         self._listener = listener
         self._copies: dict[socket.socket, _Copy] = {}  # by the connection to its light process
@@ -128,6 +130,12 @@ class _Server:
             request = _read_request(connection)
         except (EOFError, OSError, ValueError) as error:
             print(f"fork server: a request could not be read: {error!r}", file=sys.stderr, flush=True)
+            connection.close()
+            return None
+        if not self._may_copy:
+            self._tell(connection, NO_COPY)
+            for fd in request.fds:
+                os.close(fd)
             connection.close()
             return None
         pid = os.fork()

@@ -23,6 +23,10 @@ def preload() -> None:
     mpi4py.rc.finalize = False
 
 
+def preload_with_a_thread() -> None:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
 def run(argv: list[str]) -> int:
     """One process. argv: --run DIR MODE; returns an exit code."""
     _, folder, mode = argv

@@ -79,6 +79,15 @@ def test_ranks_under_mpiexec(start: Start, server: ForkServer, shared: bool) -> 
     assert all(f"rank {rank} was here" in done.out for rank in range(4))
 
 
+def test_a_server_with_a_thread_makes_no_copies(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    with ForkServer(preload="dummy_ranks:preload_with_a_thread", entry="dummy_ranks:run") as server:
+        running = start("ranks", np=3, address=server.address)
+        done = running.wait(60)
+    assert done.rc == 0, running.tail()
+    assert [(rank["rank"], rank["forked"]) for rank in facts(running, 3)] == [(r, False) for r in range(3)]
+    assert "left threads (" in (said := capfd.readouterr().err) and "each rank imports for itself" in said
+
+
 def test_exit_code(start: Start) -> None:
     assert start("exit").wait(30).rc == 7
 
