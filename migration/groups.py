@@ -12,6 +12,7 @@ import gc
 import hashlib
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from migration.communicators.closer import Closer
 from migration.communicators.makers import GlooMaker, Maker
 from migration.handles import place
 from migration.next_generation import NextGeneration, join_probes
-from migration.stores import connect_store
 from third_party.pytorch import process_group as wiring
 
 CLOSE_PAUSE_S = 0.05
@@ -136,23 +136,24 @@ class Groups(NextGeneration):
 
         Collective over each of these groups; `store_address` is where members meet to rebuild, each group within
         `timeout_s`. Returns (rebuilt, those of them whose sums have other bits now), each group counted by its first
-        member. Raises RuntimeError when one can't go on: then the job can't.
+        member. Raises RuntimeError when one can't go on, or `abort_all` has ended it: then the job can't.
         """
         handles = [handle for handle in self._old(slots) if isinstance(handle.inner, wiring.NoGroup)]
         for communicator in self._next.values() if handles else ():
             communicator.wait_aborted(timeout_s)  # the old ones need the memory
         store, rebuilt = None, []
-        for handle in handles:
-            communicator = self._live[handle.name]
-            if communicator.needs_rebuild:
-                assert store_address is not None, f"{communicator.name} was closed, and there is no store to rebuild it"
-                store = store or connect_store(store_address, timeout_s)
-                before = communicator.probe_digest
-                communicator.rebuild(store, timeout_s)
-                rebuilt.append((handle.rank(), before == communicator.probe(self.device)))
-            else:
-                communicator.resume()
-            handle.inner = communicator.inner
+        with ExitStack() as met:
+            for handle in handles:
+                communicator = self._live[handle.name]
+                if communicator.needs_rebuild:
+                    assert store_address is not None, f"{communicator.name} was closed; there is no store to rebuild it"
+                    store = store or met.enter_context(self.meeting(store_address, timeout_s, after_abort=True))
+                    before = communicator.probe_digest
+                    communicator.rebuild(store, timeout_s)
+                    rebuilt.append((handle.rank(), before == communicator.probe(self.device)))
+                else:
+                    communicator.resume()
+                handle.inner = communicator.inner
         firsts = [keeps_bits for group_rank, keeps_bits in rebuilt if group_rank == 0]
         return len(firsts), firsts.count(False)
 
@@ -180,6 +181,7 @@ class Groups(NextGeneration):
 
     def abort_all(self) -> None:
         """End every operation under way, of whatever generation. From any thread; `close_aborted` frees them."""
+        self._is_all_over = True
         self.abort_next()
         for communicator in [*self._live.values(), *self._closer.unclosed]:  # a close waits for members too
             communicator.abort()
@@ -192,3 +194,4 @@ class Groups(NextGeneration):
         self._maker.recover_thread()
         self._closer.release()
         self.close()
+        self._is_all_over = False

@@ -34,7 +34,7 @@ def stream_state(member: Member, part: Part) -> None:
                     limit_bytes_s=options.transfer_limit_bytes_s)
     with (member.timeline.span("stream", "PREPARING", **part.tags(member.generation)) as span,
           member.groups.background()):
-        member.give_sender(part, sender)
+        member.give(part, sender=sender)
         sender.run()
         span.bytes = sender.num_bytes
 

@@ -6,8 +6,8 @@ MPI, of the protocol, or of what moves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from migration.communicators.closer import Closer
 from migration.communicators.makers import Maker
 from migration.errors import MoveFailed
 from migration.handles import Handles, place
+from migration.stores import StoreClient
 
 
 class NextGeneration(Handles):
@@ -33,7 +34,34 @@ class NextGeneration(Handles):
         self._next: dict[str, Communicator] = {}
         self._next_lock = threading.Lock()
         self._is_aborting = False  # nothing may be added to it any more
+        self._is_all_over = False  # nor may anything else be built, until all that was there is closed
+        self._meetings: list[StoreClient] = []
         self._solo: Communicator | None = None
+
+    # ---- where members meet
+
+    @contextmanager
+    def meeting(self, address: tuple[str, int], timeout_s: float, *, after_abort: bool = False) -> Iterator[dist.Store]:
+        """The store at `address`, at which members meet to build communicators; `timeout_s`: of each wait on it.
+
+        An abort ends every wait on it, whether or not its server lives. Raises MoveFailed if one has come already, but
+        `after_abort` only if all is over.
+        """
+        client = StoreClient(address, timeout_s)
+        with self._next_lock:
+            if self._is_all_over or (self._is_aborting and not after_abort):
+                raise MoveFailed("the move was aborted before its members met")
+            self._meetings.append(client)
+        try:
+            yield client.connect()
+        finally:
+            with self._next_lock:
+                self._meetings.remove(client)
+
+    def _end_meetings(self) -> None:
+        """With the lock."""
+        for client in self._meetings:
+            client.end()
 
     # ---- stage 1, beside training
 
@@ -127,6 +155,7 @@ class NextGeneration(Handles):
         """End every operation under way on prepared communicators. From any thread; `discard` frees them."""
         with self._next_lock:
             self._is_aborting = True
+            self._end_meetings()
             communicators = list(self._next.values())
         for communicator in communicators:
             communicator.abort()

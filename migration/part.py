@@ -9,7 +9,7 @@ from migration.arms import Arm, boundary
 from migration.communicators.base import Communicator
 from migration.roster import MovePlan
 from migration.stream import Sender
-from migration.wire import Wire
+from migration.wire import Listener, Wire
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class Part:
     rebuilt: tuple[int, int] = (0, 0)  # groups rebuilt, and those of them whose sums have other bits now
     num_busy: int = 0  # threads at work for it; the last one to leave an aborted part cleans up
     pair: Communicator | None = None  # of leaver and joiner, for bytes
+    listener: Listener | None = None  # a joiner's, until the wire is connected
     wire: Wire | None = None  # of the same two, for words
     sender: Sender | None = None  # a leaver's, where the state streams beside training
     stream_done: threading.Event = field(default_factory=threading.Event)  # the stream thread has ended, well or not
@@ -80,6 +81,8 @@ class Part:
         """End every wait of leaver and joiner for each other. From any thread."""
         if self.sender is not None:
             self.sender.stop_sending()
+        if self.listener is not None:
+            self.listener.close()
         if self.wire is not None:
             self.wire.close()
         if self.pair is not None:

@@ -21,7 +21,7 @@ from migration.rebuilding import Rebuilding
 from migration.stream import Sender
 from migration.timeline import Timeline
 from migration.told import Told
-from migration.wire import Wire
+from migration.wire import Listener, Wire
 from migration.world import World
 
 
@@ -73,28 +73,17 @@ class PartThreads(Rebuilding):
                 self._clean_up(part)
             self._changed.notify_all()
 
-    def give_pair(self, part: Part, pair: Communicator) -> None:
-        """Before it is prepared, so that an ABORT can end that too. Raises MoveFailed when one has come already."""
-        with self._changed:
-            if part.is_over:
-                raise MoveFailed(f"{pair.name}: the move was aborted before it was prepared")
-            part.pair = pair
+    def give(self, part: Part, **made: Communicator | Listener | Wire | Sender) -> None:
+        """What a thread is about to wait in, by the name of its field: `part.end_pair` can end it from now on.
 
-    def give_wire(self, part: Part, made: Wire) -> None:
-        """Likewise, once it is connected."""
+        Raises MoveFailed where the move is over already, and ends it. Training may be waiting at a stop for it.
+        """
         with self._changed:
+            for name, value in made.items():
+                setattr(part, name, value)
             if part.is_over:
-                made.close()
-                raise MoveFailed(f"slot {part.slot}: the move was aborted before its wire was connected")
-            part.wire = made
-            self._changed.notify_all()
-
-    def give_sender(self, part: Part, sender: Sender) -> None:
-        """Likewise, before it sends. Training may be waiting at a stop, where it can begin at once."""
-        with self._changed:
-            if part.is_over:
-                raise MoveFailed(f"slot {part.slot}: the move was aborted before its state began to stream")
-            part.sender = sender
+                part.end_pair()
+                raise MoveFailed(f"slot {part.slot}: the move was over before its {' and '.join(made)} came to be used")
             self._changed.notify_all()
 
     def _release_pair(self, part: Part) -> None:

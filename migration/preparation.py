@@ -18,7 +18,6 @@ from migration.costs import median_connect_s
 from migration.errors import MoveFailed
 from migration.move import Report
 from migration.part import Part
-from migration.stores import connect_store
 
 if TYPE_CHECKING:
     from migration.member import Member
@@ -63,9 +62,13 @@ def _build(member: Member, part: Part) -> tuple[str | None, str | None]:
 
     Collective over each of these groups. A leaver has no new group, a joiner no old one: None.
     """
+    with member.groups.meeting(part.store, part.prepare_timeout_s) as store:
+        return _build_at(member, part, store)
+
+
+def _build_at(member: Member, part: Part, store: Any) -> tuple[str | None, str | None]:
     groups, timeline, timeout_s = member.groups, member.timeline, part.prepare_timeout_s
     slots = part.plan.slots
-    store = connect_store(part.store, timeout_s)
     old = None if part.role == "joiner" else groups.live_probe(slots)
     new = None
     if part.role == "leaver":
@@ -100,14 +103,17 @@ def _build_pair(member: Member, part: Part, store: Any) -> None:
     name, timeout_s, is_joiner = f"g{part.generation}/pair{part.slot}", part.prepare_timeout_s, part.role == "joiner"
     listener = wire.Listener(store, name, member.address) if is_joiner else None
     try:
+        if listener:
+            member.give(part, listener=listener)
         # the joiner waits in it for the boundary, however far that is; what hangs there the controller aborts
         pair = member.groups.make_pair(name, int(is_joiner))
-        member.give_pair(part, pair)
+        member.give(part, pair=pair)
         member.groups.prepare_pair(pair, store, timeout_s, OPERATION_TIMEOUT_S)
         if member.figures is not None:  # before anything else is sent over it
             with member.timeline.span("measure_pair", "PREPARING", **part.tags(member.generation)):
                 part.bytes_per_s = measure_pair(pair, member.groups.device)
-        member.give_wire(part, listener.accept(_CONNECT_S) if listener else wire.connect(store, name, _CONNECT_S))
+        connected = listener.accept(_CONNECT_S) if listener else wire.connect(store, name, _CONNECT_S)
+        member.give(part, wire=connected)
     finally:
         if listener:
             listener.close()

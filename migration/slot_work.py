@@ -19,7 +19,6 @@ from migration.member import Member
 from migration.options import Options
 from migration.own_time import OwnTime
 from migration.slot_recording import SlotRecording
-from migration.stores import connect_store
 from migration.timeline import Timeline
 from migration.topology import pipeline_role
 from migration.world import World
@@ -60,8 +59,8 @@ class SlotWork:
         folder = record["folder"]
         tags = {"slot": slot, "generation": generation, "iteration": record["iteration"]}
         with self.timeline.span("connect", phase, **tags):
-            store = connect_store(tuple(record["store"]), _START_TIMEOUT_S)
-            self.groups.prepare(generation, store, range(self.config.job_size), _START_TIMEOUT_S, beside_old=False)
+            with self.groups.meeting(tuple(record["store"]), _START_TIMEOUT_S) as store:
+                self.groups.prepare(generation, store, range(self.config.job_size), _START_TIMEOUT_S, beside_old=False)
             self.groups.activate()
             self.groups.adopt()
             if self.member.figures is not None:

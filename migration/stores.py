@@ -1,25 +1,92 @@
 """The stores at which members meet to build communicators. Own nothing: whoever starts one drops it."""
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from migration.errors import MoveFailed
+
 _CONNECT_S = 20.0
+
 
 def start_store(host: str) -> dist.TCPStore:
     """The store that bootstraps one generation, served by the controller's process and needed only meanwhile.
 
-    Dropping it ends every wait on it, at every member: that is how a half-built generation is aborted.
+    Dropping it ends every wait on it, at every member: that is how a half-built generation is aborted. Where the
+    controller hangs, members end their own waits (`StoreClient.end`).
     """
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
 def connect_store(address: tuple[str, int], timeout_s: float) -> dist.TCPStore:
-    """`timeout_s`: of each wait on it. Raises RuntimeError if nobody serves it any more: who asks was told of a server
-    that listened, so it is looked for only for a while.
+    """A client that nobody needs to end; as `StoreClient.connect`."""
+    return StoreClient(address, timeout_s).connect()
+
+
+class StoreClient:
+    """This process's end of the store at `address`, of which another thread can end every wait.
+
+    A server that hangs neither answers nor closes, and torch's client can't be told to give up; it waits for the answer
+    to its first question without a deadline (torch 2.13). So it connects on a thread that may be left behind, and what
+    it waits for later is a socket, which can be shut down under it.
     """
-    host, port = address
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=min(timeout_s, _CONNECT_S)))
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return store
+
+    def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
+        """`timeout_s`: of each wait."""
+        self._address, self._timeout_s = address, timeout_s
+        self._made: Future[dist.TCPStore] = Future()
+        self._servers: frozenset[tuple[str, int]] = frozenset()
+
+    def connect(self) -> dist.TCPStore:
+        """Raises RuntimeError if nobody serves it any more: who asks was told of a server that listened, so it is
+        looked for only for a while. MoveFailed if it was ended.
+        """
+        threading.Thread(target=self._connect, name="connect store", daemon=True).start()
+        try:
+            return self._made.result(_CONNECT_S)
+        except TimeoutError as error:
+            host, port = self._address
+            raise RuntimeError(f"the store at {host}:{port} didn't answer within {_CONNECT_S:.0f} s") from error
+
+    def _connect(self) -> None:
+        host, port = self._address
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            self._servers = frozenset((_plain(str(end[0])), port) for *_, end in found)
+            store = dist.TCPStore(host, port, is_master=False,
+                                  timeout=timedelta(seconds=min(self._timeout_s, _CONNECT_S)))
+            store.set_timeout(timedelta(seconds=self._timeout_s))
+        except Exception as error:
+            with contextlib.suppress(InvalidStateError):  # it was ended: nobody asks any more
+                self._made.set_exception(error)
+        else:
+            with contextlib.suppress(InvalidStateError):
+                self._made.set_result(store)
+
+    def end(self) -> None:
+        """End every wait on it, at once, as if its server were gone. From any thread; may be called twice."""
+        host, port = self._address
+        with contextlib.suppress(InvalidStateError):  # it is connected
+            self._made.set_exception(MoveFailed(f"the connection to the store at {host}:{port} was given up"))
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                connection = socket.socket(fileno=os.dup(int(name)))
+            except OSError:
+                continue  # closed meanwhile, or no socket
+            with connection, contextlib.suppress(OSError):  # one that isn't connected
+                end = connection.getpeername()
+                if isinstance(end, tuple) and (_plain(str(end[0])), end[1]) in self._servers:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _plain(text: str) -> str:
+    """A numeric address as it is compared: without a scope, and IPv4 as such where a socket of IPv6 carries it."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address)

@@ -6,6 +6,7 @@ thread, ends every wait on it, at both ends: that is how an abort reaches them.
 """
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import secrets
@@ -90,11 +91,13 @@ class Listener:
         ends_s = time.monotonic() + timeout_s
         with self._server:
             while True:
-                self._server.settimeout(max(0.001, ends_s - time.monotonic()))
                 try:
+                    self._server.settimeout(max(0.001, ends_s - time.monotonic()))
                     connection = self._server.accept()[0]
-                except OSError as error:
+                except TimeoutError as error:
                     raise MoveFailed(f"{self._name}: the leaver didn't connect within {timeout_s:.0f} s") from error
+                except OSError as error:
+                    raise MoveFailed(f"{self._name}: nobody waits for the leaver any more: {error}") from error
                 wire = Wire(connection)
                 if self._is_leaver(wire):
                     return wire
@@ -108,6 +111,9 @@ class Listener:
             return False
 
     def close(self) -> None:
+        """Ends `accept`, from any thread; may be called twice."""
+        with contextlib.suppress(OSError):  # it is closed
+            self._server.shutdown(socket.SHUT_RDWR)  # closing alone wakes nobody up
         self._server.close()
 
 

@@ -95,7 +95,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End every operation under way with an error. Not collective; from any thread; may be called twice."""
+        """End every operation under way with an error, and let none begin: also `prepare`, `rebuild`, which come to it
+        later. Not collective; from any thread; may be called twice.
+        """
 
     def wait_aborted(self, timeout_s: float) -> None:
         """After `abort`: until it has given back what it held, or `timeout_s` have passed, which is logged."""

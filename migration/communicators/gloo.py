@@ -6,6 +6,7 @@ same, without a gain: a machine without GPUs carries out the same protocol as on
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from datetime import timedelta
 
@@ -27,14 +28,24 @@ class GlooCommunicator(Communicator):
         super().__init__(name, slots, group_rank)
         self.switch = switch if len(slots) > 1 else "connected"
         self._is_closed = False
+        self._is_aborted = False
+        self._lock = threading.Lock()  # guards `inner` against an abort that comes while it is being built
 
     def prepare(self, store: dist.Store, timeout_s: float, operation_timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         prefixed = dist.PrefixStore(f"{self.name}/", store)
         started_s = time.thread_time()  # on a CPU it is the cores that training misses
         with self.measured("prepare"):
-            self.inner = build_gloo(prefixed, self.name, self.group_rank, len(self.slots), connect_timeout_s=timeout_s,
-                                    operation_timeout_s=operation_timeout_s)
+            self._expect_wanted()
+            built = build_gloo(prefixed, self.name, self.group_rank, len(self.slots), connect_timeout_s=timeout_s,
+                               operation_timeout_s=operation_timeout_s)
+            with self._lock:
+                self._expect_wanted()
+                self.inner = built
         self.work_s = time.thread_time() - started_s
+
+    def _expect_wanted(self) -> None:
+        if self._is_aborted:
+            raise MoveFailed(f"{self.name} was aborted before it was prepared")
 
     def activate(self) -> None:
         assert self.inner is not None, f"{self.name} was not prepared"
@@ -59,7 +70,8 @@ class GlooCommunicator(Communicator):
         self._is_closed = False
 
     def abort(self) -> None:
-        inner = self.inner
+        with self._lock:
+            self._is_aborted, inner = True, self.inner
         if inner is None or len(self.slots) == 1:
             return
         # ProcessGroupGloo.abort() does nothing (torch 2.13). But an operation that runs out of time closes all

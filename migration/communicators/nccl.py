@@ -142,9 +142,12 @@ class NcclCommunicator(NcclLife):
         return self.stage is Stage.CLOSED
 
     def rebuild(self, store: dist.Store, timeout_s: float) -> None:
-        self._expect(Stage.CLOSED)
-        self._bare = Bare(self.library, self.group_rank, len(self.slots), self.name)
-        self.stage = Stage.NEW
+        with self._owner_lock:
+            self._expect(Stage.CLOSED)
+            if self._is_given_up:
+                raise MoveFailed(f"{self.name} was aborted before it was rebuilt")
+            self._bare = Bare(self.library, self.group_rank, len(self.slots), self.name)
+            self.stage = Stage.NEW
         with self.measured("rebuild", as_one=True):
             self.prepare(dist.PrefixStore("rebuilt", store), timeout_s, self._operation_timeout_s)
             self.activate()

@@ -47,6 +47,7 @@ class NcclLife(Communicator):
         self._operation_timeout_s = OPERATION_TIMEOUT_S
         self._owner_lock = threading.Lock()  # held while the bare communicator changes its owner
         self._aborting: threading.Thread | None = None
+        self._is_given_up = False  # also where it was closed when it was aborted: it isn't rebuilt any more
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]
@@ -74,6 +75,7 @@ class NcclLife(Communicator):
         What is suspended then isn't resumed before, which would need its peers: a few MiB of it may be lost.
         """
         with self._owner_lock:
+            self._is_given_up = True
             if self.stage in (Stage.ABORTED, Stage.CLOSED):
                 return
             self.stage = Stage.ABORTED

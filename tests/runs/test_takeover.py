@@ -83,19 +83,25 @@ def test_killed_controllers(start_harness: Start, harness: Harness, undisturbed:
 
 def test_a_controller_that_hangs(start_harness: Start, harness: Harness,
                                  undisturbed: Undisturbed) -> None:  # noqa: F811
-    """Its process is stopped, and holds slot 0. Later it wakes up under another controller's term, and must end."""
-    number = 8
+    """Its process is stopped, and holds slot 0, while members of a move wait for a joiner that hangs, on the store that
+    it serves. Later it wakes up under another controller's term, and must end.
+    """
+    number = 10
     job = start_harness(*CASE.arguments(number), "--heartbeat-timeout", "4", np=number)
     wait_for_iteration(job, 4)
-    pid = pid_of(job.run, 0)
-    os.kill(pid, signal.SIGSTOP)
-    wait_for_controller(job, 7, 1)
+    pids = [pid_of(job.run, world_rank) for world_rank in (6, 0)]
+    os.kill(pids[0], signal.SIGSTOP)
+    assert harness("request", "--run", job.run, "--vacate", "b1->b3", np=None).rc == 0
+    job.wait_for(lambda: status(harness, job)["phase"] == "PREPARING", "the move to begin", TIMEOUT_S)
+    os.kill(pids[1], signal.SIGSTOP)
+    wait_for_controller(job, 9, 1)
     job.wait_for(lambda: "recovery 0, generation 1: done: " in job.out, "the recovery", TIMEOUT_S)
-    assert pid in job.pids()
-    os.kill(pid, signal.SIGCONT)
-    job.wait_for(lambda: pid not in job.pids(), "the process that hung to end", TIMEOUT_S)
+    assert set(pids) <= set(job.pids())
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    job.wait_for(lambda: not set(pids) & set(job.pids()), "the processes that hung to end", TIMEOUT_S)
     found = status(harness, job)
-    assert (found["controller"], found["term"], found["lost"]) == (7, 1, [0]), "it has written no address of its own"
+    assert (found["controller"], found["term"], found["lost"]) == (9, 1, [0, 6]), "it has written no address of its own"
     result = completed(job.wait(TIMEOUT_S))
     (recovery,) = result["recoveries"]
     assert (recovery["lost"], recovery["slots"], recovery["from_iteration"]) == ([0], [0, 1], 0)

@@ -176,6 +176,15 @@ def test_lazy_closes_the_old_one_and_rebuilds_it(fake: FakeNccl, library: Librar
     assert own.take_costs() == []
 
 
+def test_what_is_aborted_while_it_is_closed_is_not_rebuilt(fake: FakeNccl, library: Library) -> None:
+    own = prepared(library, "lazy")
+    own.activate()
+    own.park()
+    own.abort()
+    with pytest.raises(MoveFailed, match="g1/tp was aborted before it was rebuilt"):
+        own.rebuild(store_with_peer("lazy"), 20.0)
+
+
 @pytest.mark.parametrize("switch, freed_by", [("lazy", ["torch.abort"]),
                                               ("parked", ["ncclCommSuspend", "ncclCommResume", "ncclCommAbort"])])
 def test_what_was_never_connected_is_freed_without_its_peers(fake: FakeNccl, library: Library, switch: str,

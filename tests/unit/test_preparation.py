@@ -42,17 +42,20 @@ class StuckPair:
         assert self.aborted.wait(WAIT_S), "nobody could abort it"
         raise RuntimeError("aborted by another thread")
 
+    def abort(self) -> None:
+        self.aborted.set()
+
 
 @pytest.fixture
-def member(monkeypatch: pytest.MonkeyPatch) -> Member:
+def member() -> Member:
     pair = StuckPair()
-    groups = SimpleNamespace(pair=pair, live_probe=lambda slots: "", learn_switches=lambda *_: None,
+    groups = SimpleNamespace(pair=pair, meeting=lambda *_: contextlib.nullcontext(), live_probe=lambda slots: "",
+                             learn_switches=lambda *_: None,
                              make_pair=lambda name, group_rank: pair, prepare_pair=lambda *_: pair.prepare())
     made = Member.__new__(Member)  # without a world: nothing here speaks
     Stops.__init__(made)
     made.groups, made.generation = groups, 0
     made.timeline = SimpleNamespace(span=lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(preparation, "connect_store", lambda *_: None)
     return made
 
 
@@ -83,9 +86,9 @@ def test_an_abort_ends_a_pair_that_is_being_prepared(member: Member) -> None:
 def test_after_an_abort_no_pair_is_prepared(member: Member) -> None:
     part: Any = leaver()
     part.verdict = "ABORT"
-    with pytest.raises(MoveFailed, match="g1/pair0: the move was aborted before it was prepared"):
+    with pytest.raises(MoveFailed, match="slot 0: the move was over before its pair came to be used"):
         preparation._build(member, part)
-    assert not member.groups.pair.begun.is_set() and part.pair is None
+    assert not member.groups.pair.begun.is_set() and member.groups.pair.aborted.is_set()
 
 
 # ---- rests between groups

@@ -88,8 +88,10 @@ def test_a_part_in_a_move_is_dropped_and_never_cleans_up(member: Member) -> None
     recover(member)
     assert member.part is None and part.is_over and part.wire.calls == ["close"] and part.pair.calls == ["abort"]
     assert all(event.is_set() for event in (part.warm, part.among_joiners_prepared, part.stream_done))
-    with pytest.raises(MoveFailed):
-        member.give_pair(part, Ends())
+    late = Ends()
+    with pytest.raises(MoveFailed, match="the move was over before its listener came to be used"):
+        member.give(part, listener=late)
+    assert late.calls == ["close"], "what comes too late is ended at once"
     member.leave(part)
     member.leave(part)
     assert member.groups.calls == ["abort_all"], "nothing was discarded"
