@@ -28,7 +28,8 @@ this process is to it), deputy.py (who has all that it must not lose, and when i
 is, and a planned hand-over), takeover.py (the first decision of the next one), told.py (what members tell it again).
 
 Without a move: checkpoint.py (the whole state through Megatron's distributed checkpoint), checkpoint_files.py (which
-one counts, and where a run starts), stopping.py (how a running job is asked to save and end).
+one counts, and where a run starts), checkpoint_writing.py (how one comes to count), stopping.py (how a running job is
+asked to save and end).
 
 The state's way: arms.py (how much is done beside training, and where membership changes), wire.py (words between leaver
 and joiner), transfer.py (bytes), stream.py, leader.py and follow.py (beside training), gradients.py (what is left at
@@ -44,6 +45,6 @@ forkserver.py and zygote.py (one machine, one import).
 
 Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
 communicators. Nothing here imports harness. protocol, move, schedule, arms, roster, plan, topology, config, profiles,
-deputy, told, sums, sizes, slurm_nodes, departures, options, pacing, checkpoint_files, straggler, experiments and errors
-import the standard library and numpy only.
+deputy, told, sums, sizes, slurm_nodes, departures, options, pacing, checkpoint_files, checkpoint_writing, straggler,
+experiments and errors import the standard library and numpy only.
 """

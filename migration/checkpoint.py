@@ -3,7 +3,7 @@
 Model and optimizer go the way that Megatron-Core's users know (`dist_checkpointing` with sharded state dicts, format
 torch_dist). It doesn't hold everything that state_kinds.py lists: random generators and Megatron's RNG streams, data
 position, scheduler, step counts, values of the parameter groups, overlap bookkeeping, cached answers, history. These
-values go along as one sharded object per slot. Where the files lie and when they count is checkpoint_files.py's.
+values go along as one sharded object per slot. Where the files lie and when they count is checkpoint_writing.py's.
 
 Knows nothing of moves: whoever holds the slots at the boundary saves them, through the same process groups.
 """
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from migration import checkpoint_files, digest, internals, state
+from migration import checkpoint_files, checkpoint_writing, digest, internals, state
 from migration.errors import StateMismatch, UserError
 
 if TYPE_CHECKING:
@@ -38,19 +38,20 @@ def check(job: Job) -> None:
                         f"which Megatron can't save; set a larger bucket_size than {job.config.bucket_size}, or 0")
 
 
-def save(job: Job, options: Options, versions: dict[str, str], check: Callable[[], None] = lambda: None
-         ) -> tuple[Path, int]:
+def save(job: Job, options: Options, versions: dict[str, str], check: Callable[[], None] = lambda: None,
+         num_recoveries: int = 0) -> tuple[Path, int]:
     """Save the job before the iteration that it is at. Returns the folder and the bytes in it, on slot 0; else 0.
 
+    `num_recoveries`: that this run has come through, the same on every slot.
     `check` is called before it counts, and raises if collectives may have been aborted: on a GPU they raise nothing,
     and another slot may not have written.
     Collective over the job. Nothing of the state changes but parameters whose gathering was still to come. Raises
     UserError if the files can't be written.
     """
-    path = checkpoint_files.unfinished_path(options.checkpoints, job.iteration)
+    path = checkpoint_writing.unfinished_path(options.checkpoints, job.iteration, options.run, num_recoveries)
     try:
         if job.slot == 0:
-            checkpoint_files.begin(options.checkpoints, job.iteration)
+            checkpoint_writing.begin(path)
         dist.barrier()
         _write(job, path, with_digests=options.checkpoint_digests)
         if options.slow_checkpoint_s:
@@ -58,8 +59,8 @@ def save(job: Job, options: Options, versions: dict[str, str], check: Callable[[
         num_bytes = 0
         check()
         if job.slot == 0:
-            path = checkpoint_files.finish(path, iteration=job.iteration, config=job.config, versions=versions,
-                                           data=job.cursor.samples.source.digest, keep=options.keep_checkpoints)
+            path = checkpoint_writing.finish(path, iteration=job.iteration, config=job.config, versions=versions,
+                                             data=job.cursor.samples.source.digest, keep=options.keep_checkpoints)
             num_bytes = sum(checkpoint_files.read_manifest(path).files.values())
         dist.barrier()  # nobody goes on, or ends, before it counts
         return path, num_bytes

@@ -3,7 +3,7 @@
     DIR/iteration00000020/              complete: the name says so, for it is given last
         checkpoint.json                 what it holds: iteration, config, data, versions, every file with its size
         .metadata, common.pt, *.distcp  Megatron's
-    DIR/iteration00000040.unfinished/   being written, or left behind by a run that was killed meanwhile
+    DIR/iteration00000040.*unfinished/  being written, or left behind (checkpoint_writing.py)
     DIR/latest -> iteration00000020
 
 Files and names only: checkpoint.py puts the state into them. Pure: no torch, no MPI, so that a wrong folder is refused
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from migration.config import Config
 from migration.errors import UserError
 
 MANIFEST = "checkpoint.json"
-LATEST = "latest"
 UNFINISHED = ".unfinished"
 FORMAT_VERSION = 1
 # a resumed run may differ in these; every other field must be what it was
@@ -135,7 +132,7 @@ def _find_newest(text: str, *, must_exist: bool) -> Start:
     root = Path(text)
     if not root.is_dir() and (must_exist or root.exists()):
         raise UserError(f"{text}: there is no such folder of checkpoints")
-    notes = [f"{p}: passed over, it was never finished" for p in _children(root) if p.name.endswith(UNFINISHED)]
+    notes = [f"{p}: passed over, it was never finished" for p in children(root) if p.name.endswith(UNFINISHED)]
     complete = list_complete(root)
     damaged = []
     for iteration, folder in reversed(complete):
@@ -156,11 +153,11 @@ def _find_newest(text: str, *, must_exist: bool) -> Start:
 
 def list_complete(root: Path) -> list[tuple[int, Path]]:
     """(iteration, folder) of each checkpoint whose name says that it is complete, oldest first."""
-    named = ((_NAME.fullmatch(path.name), path) for path in _children(root))
+    named = ((_NAME.fullmatch(path.name), path) for path in children(root))
     return sorted((int(match[1]), path) for match, path in named if match)
 
 
-def _children(root: Path) -> list[Path]:
+def children(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink()) if root.is_dir() else []
 
 
@@ -185,70 +182,3 @@ def _compare(manifest: Manifest, folder: str, config: Config, data: str, version
 def comparable(config: Config) -> dict[str, Any]:
     """The fields in which a resumed run must be what it was, as JSON gives them back."""
     return json.loads(json.dumps({k: v for k, v in asdict(config).items() if k not in FREE_FIELDS}))
-
-
-# ---- writing, by one process
-
-def begin(root: str, iteration: int) -> Path:
-    """Make an empty folder to write the checkpoint into; `finish` gives it its name."""
-    path = unfinished_path(root, iteration)
-    if path.exists():
-        shutil.rmtree(path)  # of a run that was killed
-    path.mkdir(parents=True)
-    return path
-
-
-def unfinished_path(root: str, iteration: int) -> Path:
-    return Path(root) / f"iteration{iteration:08d}{UNFINISHED}"
-
-
-def finish(path: Path, *, iteration: int, config: Config, data: str, versions: dict[str, str], keep: int) -> Path:
-    """Everybody has written into `path`: complete it, name it, and remove what isn't kept. Returns the new folder."""
-    files = {p.relative_to(path).as_posix(): p.stat().st_size for p in sorted(path.rglob("*")) if p.is_file()}
-    manifest = Manifest(iteration=iteration, config=comparable(config), data=data, versions=versions, files=files)
-    _write(path / MANIFEST, json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}, indent=1))
-    _sync_folder(path)
-    final = path.with_name(path.name.removesuffix(UNFINISHED))
-    if final.exists():
-        _remove(final)  # of an earlier run that came as far
-    os.replace(path, final)
-    _point_latest_to(final)
-    _sync_folder(final.parent)
-    for _, old in list_complete(final.parent)[:-keep]:
-        _remove(old)
-    for left in _children(final.parent):
-        if left.name.endswith(UNFINISHED):
-            shutil.rmtree(left)
-    return final
-
-
-def _remove(folder: Path) -> None:
-    """A removal that is cut short leaves nothing that looks complete."""
-    doomed = folder.with_name(f"{folder.name}.removed{UNFINISHED}")
-    if doomed.exists():
-        shutil.rmtree(doomed)
-    os.replace(folder, doomed)
-    shutil.rmtree(doomed)
-
-
-def _point_latest_to(folder: Path) -> None:
-    link = folder.parent / (LATEST + UNFINISHED)
-    link.unlink(missing_ok=True)
-    link.symlink_to(folder.name)
-    os.replace(link, folder.parent / LATEST)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """New names reach the disk with their folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -125,7 +125,7 @@ class SlotWork:
         start_s = self.timeline.clock()
         with self.timeline.span("save", "TRAINING", slot=made.slot, iteration=made.iteration) as span:
             folder, span.bytes = checkpoint.save(made, self.options, self.world.hellos[0]["versions"],
-                                                 self.member.check)
+                                                 self.member.check, self.member.num_recoveries)
         if made.slot == 0:
             self.member.tell("CHECKPOINT", folder=str(folder), iteration=made.iteration, bytes=span.bytes,
                              time_s=self.timeline.clock() - start_s)

@@ -9,6 +9,7 @@ from typing import Any
 
 from migration.actions import Actions
 from migration.checkpoint_files import Start
+from migration.checkpoint_writing import give_up_unfinished
 from migration.protocol import Event, Phase
 from migration.sums import Sums
 from migration.world import Record
@@ -45,7 +46,9 @@ class Starting(Actions):
             self._start_store(self._tell_to_start)
 
     def _choose_start(self) -> Start:
-        """Where all slots begin."""
+        """Where all slots begin. Nobody has written a checkpoint since they left the last generation, or will."""
+        if self.options.checkpoints:
+            give_up_unfinished(self.options.checkpoints)
         return self._run_start
 
     def _tell_to_start(self) -> None:

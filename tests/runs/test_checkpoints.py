@@ -62,8 +62,9 @@ def test_stopped_killed_and_started_again(harness: Harness, start_harness: Calla
     due = 4 * (stopped // 4 + 1)
     job = start_harness(*CASE.arguments(8), "--hosts", "b3,b2,b1,b0", *common, "--checkpoint-every", "4",
                         "--slow-checkpoint", "60")
-    unfinished = checkpoints / f"iteration{due:08d}.unfinished"
-    job.wait_for(lambda: (unfinished / "metadata.json").exists(), "the next checkpoint to be written", timeout_s=200)
+    job.wait_for(lambda: list(checkpoints.glob(f"iteration{due:08d}.*/metadata.json")), "the next one to be written",
+                 timeout_s=200)
+    unfinished, = checkpoints.glob(f"iteration{due:08d}.*unfinished")
     job.kill()
     assert assert_part_of(twin, job.run, stopped) == due - 1
     assert f"goes on at iteration {stopped} from" in job.out

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from migration import checkpoint_files
+from migration import checkpoint_files, checkpoint_writing
 from migration.checkpoint_files import MANIFEST, Start, find_start
 from migration.config import Config
 from migration.errors import UserError
@@ -19,9 +19,10 @@ VERSIONS = {"torch": "1", "code": "a"}
 
 
 def make(root: Path, iteration: int, *, keep: int = 9, config: Config = CONFIG) -> Path:
-    path = checkpoint_files.begin(str(root), iteration)
+    path = checkpoint_writing.unfinished_path(str(root), iteration, "run", 0)
+    checkpoint_writing.begin(path)
     (path / "__0_0.distcp").write_bytes(b"tensors" * iteration)
-    return checkpoint_files.finish(path, iteration=iteration, config=config, data="d1", versions=VERSIONS, keep=keep)
+    return checkpoint_writing.finish(path, iteration=iteration, config=config, data="d1", versions=VERSIONS, keep=keep)
 
 
 def start(root: Path, load: Path | str = "", config: Config = CONFIG) -> Start:

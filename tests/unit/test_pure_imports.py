@@ -10,6 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PURE = ("errors", "config", "topology", "sizes", "profiles", "roster", "plan", "plan_report", "protocol",
         "move", "options", "schedule", "watch", "placement", "faults", "acceptance", "checkpoint_files",
+        "checkpoint_writing",
         "slurm_nodes", "departures", "slurm_watch", "straggler", "experiments", "neighbours", "pacing",
         "deputy", "told", "sums")
 BLOCKED = ("torch", "mpi4py", "h5py", "megatron", "psutil", "matplotlib")

@@ -14,21 +14,25 @@ from typing import Any
 import pytest
 from one_controller import ALL, ROSTER, OneController
 
-from migration import checkpoint_files
+from migration import checkpoint_writing
 from migration.checkpoint_files import Start, find_restart
 from migration.config import Config
 from migration.footprint import FOLDER, write_footprint
 from migration.neighbours import Neighbours
+from migration.options import Options
 from migration.protocol import Action, Phase
+from migration.starting import Starting
+
 
 # ---- from where
 
 
 def save(root: Path, iteration: int) -> Path:
-    folder = checkpoint_files.begin(str(root), iteration)
+    folder = checkpoint_writing.unfinished_path(str(root), iteration, "run", 0)
+    checkpoint_writing.begin(folder)
     (folder / "some.distcp").write_bytes(b"x" * 10)
     config = Config(profile="p")
-    return checkpoint_files.finish(folder, iteration=iteration, config=config, data="", versions={}, keep=9)
+    return checkpoint_writing.finish(folder, iteration=iteration, config=config, data="", versions={}, keep=9)
 
 
 def test_goes_on_from_the_newest_whole_checkpoint_of_this_run(tmp_path: Path) -> None:
@@ -38,7 +42,7 @@ def test_goes_on_from_the_newest_whole_checkpoint_of_this_run(tmp_path: Path) ->
     assert find_restart(begun, str(tmp_path)) == begun
     twelve, sixteen = save(tmp_path, 12), save(tmp_path, 16)
     assert find_restart(begun, str(tmp_path)).folder == str(sixteen.resolve())
-    checkpoint_files.begin(str(tmp_path), 20)  # half written by the crash
+    checkpoint_writing.begin(checkpoint_writing.unfinished_path(str(tmp_path), 20, "run", 0))  # half written by the crash
     found = find_restart(begun, str(tmp_path))
     assert found.iteration == 16 and "never finished" in found.notes[0]
     os.truncate(sixteen / "some.distcp", 3)
@@ -48,6 +52,15 @@ def test_goes_on_from_the_newest_whole_checkpoint_of_this_run(tmp_path: Path) ->
         (folder / "some.distcp").unlink(missing_ok=True)
     found = find_restart(begun, str(tmp_path))
     assert (found.folder, found.iteration) == ("elsewhere", 8) and "whole" in found.notes[0]
+
+
+def test_a_generation_that_begins_gives_up_what_the_last_one_left_unfinished(tmp_path: Path) -> None:
+    """Else a process that hung in it could still give it its name (test_checkpoint_writing.py)."""
+    hung = checkpoint_writing.unfinished_path(str(tmp_path), 4, "run", 0)
+    checkpoint_writing.begin(hung)
+    starting: Any = Starting.__new__(Starting)
+    starting.options, starting._run_start = Options(run="run", checkpoints=str(tmp_path)), Start()
+    assert starting._choose_start() == Start() and not hung.exists()
 
 
 # ---- who is lost
