@@ -18,7 +18,7 @@ from migration import pacing
 from migration.arms import boundary
 from migration.checkpoint_files import list_complete
 from migration.config import Config
-from migration.deputy import Gate
+from migration.deputy import ANSWER_S, Gate
 from migration.errors import UserError
 from migration.stores import start_store
 from migration.move import MoveTally
@@ -30,7 +30,7 @@ from migration.roster import Roster
 from migration.schedule import Pending, connects_per_boundary, spread_connects
 from migration.timeline import Timeline
 from migration.topology import pipeline_role
-from migration.watch import Watch
+from migration.watch import STANDING_S, Watch
 from migration.world import World
 
 _BEAT_S = 5.0  # or more often, where processes wait for less before they end themselves
@@ -54,7 +54,8 @@ class Actions:
         self._schedule = options.schedule()
         self._watch = Watch(world.size, beat_s=min(_BEAT_S, options.orphan_timeout_s / 4),
                             heartbeat_timeout_s=options.heartbeat_timeout_s)
-        self._server = RequestServer(options.run, address, term, world.rank)
+        self._server = RequestServer(options.run, address, term, world.rank,
+                                     hand_over_s=options.heartbeat_timeout_s + STANDING_S + ANSWER_S)
         self._store: Any = None  # of the generation being built; dropping it ends every member's wait on it
         self._store_coming: Future[Any] | None = None
         self._when_store_comes: Callable[[], None] = lambda: None

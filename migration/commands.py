@@ -69,7 +69,7 @@ def _wait_for_move(run: str, request_id: int) -> dict[str, Any]:
     """What became of a request. Ends with the run at the latest; raises UserError if that left nothing to tell."""
     while True:
         try:
-            known = send_request(run, {"do": "status"})
+            known = send_request(run, {"do": "status"}, is_patient=True)
         except NoJob:  # the run may have ended since the last look; then it has said so in its result
             known = read_result(run)
         found = next((move for move in known["moves"] if move["request_id"] == request_id), None)
@@ -136,7 +136,7 @@ def _stop(argv: list[str]) -> int:
     result = Path(args.run) / "result.json"
     while args.wait and not result.exists():
         try:
-            send_request(args.run, {"do": "status"})
+            send_request(args.run, {"do": "status"}, is_patient=True)
         except UserError:  # it no longer answers: it has ended, or is lost
             if not result.exists():
                 raise

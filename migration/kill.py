@@ -108,7 +108,7 @@ def _ask_to_end(run: str) -> bool:
         return False
     try:
         send_request(run, {"do": "end", "why": f"ended by harness.py kill on {socket.gethostname()}"},
-                     timeout_s=_ASK_S, hand_over_s=0.0)
+                     limit_s=_ASK_S)
     except UserError as error:
         print(f"the controller doesn't end the run, so its processes are ended one by one: {error}", flush=True)
         return False

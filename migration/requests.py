@@ -19,9 +19,10 @@ from typing import Any
 
 from migration.errors import UserError
 
-_TIMEOUT_S = 10.0  # of a client for a reply, and of the server for the rest of a request
+_TIMEOUT_S = 10.0  # of the server for the rest of a request
 _SEND_TIMEOUT_S = 1.0  # of a reply, which the kernel takes at once unless it is very long
-_HAND_OVER_S = 3.0  # for the controller's role to come to another process
+_HAND_OVER_S = 3.0  # for the role of a controller that has ended to come to another process
+_LOOK_S = 0.05  # at the file that names the controller
 _MAX_REQUEST_BYTES = 1 << 16
 _MAX_WAITING = 32  # connections at once, so that strangers can't take every file descriptor of the process
 
@@ -43,14 +44,15 @@ class NoJob(UserError):
 class RequestServer:
     """Listens for requests; one connection a request."""
 
-    def __init__(self, run: str, address: str, term: int, world_rank: int) -> None:
+    def __init__(self, run: str, address: str, term: int, world_rank: int, *, hand_over_s: float) -> None:
+        """`hand_over_s`: in how long another process takes this one's place if it hangs; clients wait for so long."""
         self._secret = secrets.token_hex(16)
         self._socket = socket.create_server(("", 0))
         self._socket.setblocking(False)
         self._waiting: list[_Waiting] = []
         self._path = Path(run) / "controller.json"
         text = json.dumps({"host": address, "port": self._socket.getsockname()[1], "secret": self._secret,
-                           "term": term, "world_rank": world_rank, "pid": os.getpid()})
+                           "term": term, "world_rank": world_rank, "pid": os.getpid(), "hand_over_s": hand_over_s})
         unfinished = self._path.with_suffix(".unfinished")
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -114,21 +116,28 @@ class RequestServer:
         self._socket.close()
 
 
-def send_request(run: str, request: dict[str, Any], *, timeout_s: float = _TIMEOUT_S,
-                 hand_over_s: float | None = None) -> dict[str, Any]:
+def send_request(run: str, request: dict[str, Any], *, limit_s: float | None = None,
+                 is_patient: bool = False) -> dict[str, Any]:
     """Ask the controller of the job in `run`. Raises NoJob if none answers, another UserError if it refuses.
 
-    timeout_s: for its answer. hand_over_s: for another controller, where the one in the file is gone.
+    A controller that doesn't answer is waited for as long as the job takes to put another one in its place, which it
+    says in the file; one that isn't there only for a moment, or as long if `is_patient`: perhaps the run is over.
+    limit_s: for this controller's answer, and no other one is asked.
     """
     contact = _read_contact(run)
-    ends_s = time.monotonic() + (_HAND_OVER_S if hand_over_s is None else hand_over_s)
     while True:
+        hand_over_s = contact["hand_over_s"] if limit_s is None else limit_s
+        started_s = time.monotonic()
         try:
-            reply = _exchange(contact, request, timeout_s)
+            reply = _exchange(run, contact, request, started_s + hand_over_s)
             break
         except (OSError, ValueError) as error:
+            if limit_s is not None:
+                hand_over_s = 0.0
+            elif not is_patient and not isinstance(error, TimeoutError):
+                hand_over_s = _HAND_OVER_S
             # perhaps the role is on its way to another process, which will say so in the file
-            before, contact = contact, _wait_for_another(run, contact, ends_s)
+            before, contact = contact, _wait_for_another(run, contact, started_s + hand_over_s)
             if contact == before:
                 raise NoJob(f"--run {run}: no job answers there; it has ended, or its controller can't be reached "
                             f"from this machine ({error})") from None
@@ -163,21 +172,27 @@ def _wait_for_another(run: str, contact: dict[str, Any], ends_s: float) -> dict[
     while (found := _read_contact(run)) == contact and time.monotonic() < ends_s:
         if (Path(run) / "result.json").exists():
             break
-        time.sleep(0.05)
+        time.sleep(_LOOK_S)
     return found
 
 
-def _exchange(contact: dict[str, Any], request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    with socket.create_connection((contact["host"], contact["port"]), timeout=timeout_s) as connection:
+def _exchange(run: str, contact: dict[str, Any], request: dict[str, Any], ends_s: float) -> dict[str, Any]:
+    """Raises TimeoutError if no answer has come by `ends_s` (monotonic), OSError if `contact` isn't the one to ask."""
+    limit_s = max(ends_s - time.monotonic(), _LOOK_S)
+    with socket.create_connection((contact["host"], contact["port"]), timeout=limit_s) as connection:
         connection.sendall(json.dumps({**request, "secret": contact["secret"]}).encode() + b"\n")
-        return json.loads(_read_line(connection))
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    data = b""
-    while not data.endswith(b"\n"):
-        part = connection.recv(65536)
-        if not part:
-            break
-        data += part
-    return data
+        connection.settimeout(_LOOK_S)
+        data = b""
+        while not data.endswith(b"\n"):
+            try:
+                part = connection.recv(65536)
+            except TimeoutError:
+                if time.monotonic() >= ends_s:
+                    raise TimeoutError(f"no answer in {limit_s:.0f} s") from None
+                if _read_contact(run) != contact:
+                    raise ConnectionError("another process is the controller now") from None
+                continue
+            if not part:
+                break
+            data += part
+        return json.loads(data)

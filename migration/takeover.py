@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from migration.deputy import Loss
 from migration.protocol import Action, Event, Phase
 from migration.succession import Succession
+from migration.watch import STANDING_S
 from migration.world import Record
-
-_STANDING_S = 10.0  # for a process to say where it stands; its control thread is never busy for long
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +40,7 @@ class Takeover(Succession):
         self._watch.heard_before(loss.rank, loss.heard_s)
         self._dead.update({loss.rank} if loss.has_died else ())
         living = set(range(self.world.size)) - roster.lost - {loss.rank}
-        self._taking = Taking(loss=loss, awaited=living, until_s=time.monotonic() + _STANDING_S)
+        self._taking = Taking(loss=loss, awaited=living, until_s=time.monotonic() + STANDING_S)
         text = (f"world rank {loss.rank} on {roster.hosts[loss.rank]}, the controller, is lost: {loss.why}; world rank "
                 f"{self.world.rank} on {roster.hosts[self.world.rank]} takes its place, term {self.term}")
         self.timeline.add_event("controller", text)

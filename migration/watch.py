@@ -5,6 +5,7 @@ import time
 
 HEARTBEAT_S = 0.5  # each process says so often that it lives
 LOOK_AROUND_S = 1.8  # more than three heartbeats: silence for so long counts once another process is in trouble
+STANDING_S = 10.0  # for a process to tell another controller where it stands; its control thread is never busy for long
 LONGEST_TICK_S = 0.1  # what a tick counts at most: while a process stands still it hears nobody
 
 

@@ -26,7 +26,8 @@ class Job:
     def __init__(self, *statuses: list[dict[str, Any]]) -> None:
         self._statuses = list(statuses)
 
-    def __call__(self, run: str, request: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, run: str, request: dict[str, Any], is_patient: bool = False) -> dict[str, Any]:
+        assert is_patient == (request["do"] == "status"), "who waits for a move waits out a takeover"
         if request["do"] == "vacate":
             return {"id": 7, "phase": "TRAINING"}
         if not self._statuses:

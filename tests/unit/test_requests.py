@@ -13,7 +13,10 @@ import pytest
 
 from migration import requests
 from migration.errors import UserError
-from migration.requests import RequestServer, send_request
+from migration.requests import NoJob, RequestServer, send_request
+
+
+HAND_OVER_S = 30.0
 
 
 class Served:
@@ -22,7 +25,7 @@ class Served:
     def __init__(self, run: Path, term: int = 0) -> None:
         self.asked: list[dict[str, Any]] = []
         self.longest_s = 0.0  # of a poll
-        self._server = RequestServer(str(run), "127.0.0.1", term, 0)
+        self._server = RequestServer(str(run), "127.0.0.1", term, 0, hand_over_s=HAND_OVER_S)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -92,6 +95,42 @@ def test_the_role_moves_to_another_process(tmp_path: Path) -> None:
     timer = threading.Timer(0.3, lambda: found.append(Served(tmp_path, term=1)))
     timer.start()
     assert send_request(str(tmp_path), {"do": "status"}) == {"done": "status"}
+    timer.join()
+    found[0].close()
+
+
+class Hung:
+    """A controller that takes connections and says nothing."""
+
+    def __init__(self, run: Path, hand_over_s: float) -> None:
+        self.server = RequestServer(str(run), "127.0.0.1", 0, 0, hand_over_s=hand_over_s)
+
+
+def test_who_hangs_is_waited_for_as_long_as_the_job_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one takes its place meanwhile, and is asked; or nobody does."""
+    monkeypatch.setattr(requests, "_HAND_OVER_S", 0.0)
+    hung, found = Hung(tmp_path, HAND_OVER_S), []
+    timer = threading.Timer(0.5, lambda: found.append(Served(tmp_path, term=1)))
+    timer.start()
+    assert send_request(str(tmp_path), {"do": "status"}) == {"done": "status"}
+    timer.join()
+    found[0].close()
+    hung.server.close()
+    hung = Hung(tmp_path, 0.3)
+    with pytest.raises(NoJob, match="no answer in 0 s"):
+        send_request(str(tmp_path), {"do": "status"})
+    hung.server.close()
+
+
+def test_who_is_gone_is_waited_for_as_long_by_the_patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_HAND_OVER_S", 0.0)
+    Served(tmp_path).close()
+    with pytest.raises(NoJob):
+        send_request(str(tmp_path), {"do": "status"})
+    found: list[Served] = []
+    timer = threading.Timer(0.3, lambda: found.append(Served(tmp_path, term=1)))
+    timer.start()
+    assert send_request(str(tmp_path), {"do": "status"}, is_patient=True) == {"done": "status"}
     timer.join()
     found[0].close()
 

@@ -64,7 +64,8 @@ class Side:
                       **(more if report is Report.ACKNOWLEDGED and self.tally.phase is Phase.COMMITTED else {}))
 
     def tick(self, seconds: float = 0.0) -> None:
-        """One poll, or as many as there are in that time."""
+        """One poll, or as many as there are in that time, from now on."""
+        self.now_s = max(self.now_s, time.monotonic()) if seconds else self.now_s
         for _ in range(max(1, round(seconds / 0.05))):
             self.now_s += 0.05 if seconds else 0.0
             for rank in ALL:  # all are heard
