@@ -149,7 +149,6 @@ def test_a_member_past_the_first_stop_refuses_though_it_is_not_past_the_position
 
 
 @pytest.mark.parametrize(("phase", "event"), [(Phase.COMMITTED, Event.DEADLINE_EXPIRED),
-                                              (Phase.ABORTED, Event.DEADLINE_EXPIRED),
                                               (Phase.COMMITTED, Event.MEMBER_FAILED)])
 def test_what_ends_the_job_is_its_reason(phase: Phase, event: Event) -> None:
     move = advance_to(phase)

@@ -1,0 +1,69 @@
+"""An abort that a member never acknowledges: it is held for lost, and nothing else of the job is."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from one_move import LEAVERS, MEMBERS, STAYERS
+from test_takeover import Side, Two
+
+from migration.move import Report
+from migration.protocol import Event, Phase
+
+WAIT_S = 20.0
+SPARE, HOLDER = 5, STAYERS[1]  # a joiner; a process that holds a slot
+
+
+def abort_without(run: Path, silent: int, **options: Any) -> Two:
+    """A move aborts in its switchover, and all acknowledge but one; then the deadline passes."""
+    two = Two(run, switch_deadline_s=WAIT_S, **options)
+    two.to_switching()
+    two.first.controller._take_event(Event.MEMBER_FAILED, "some reason")
+    two.settle()
+    two.first.report(Report.ACKNOWLEDGED, [rank for rank in MEMBERS if rank != silent])
+    assert two.first.tally.phase is Phase.ABORTED and two.first.tally.waiting == [silent]
+    two.first.tick(WAIT_S / 2)
+    assert two.first.tally.phase is Phase.ABORTED and not two.first.tally.roster.lost
+    two.first.tick(WAIT_S)
+    two.settle()
+    return two
+
+
+def outcome(side: Side) -> tuple[Phase, int, set[int]]:
+    return side.tally.phase, side.tally.generation, set(side.tally.roster.lost)
+
+
+def test_a_spare_that_does_not_acknowledge_is_lost_and_the_move_is_over(tmp_path: Path) -> None:
+    first = abort_without(tmp_path, SPARE).first
+    assert outcome(first) == (Phase.TRAINING, 0, {SPARE})
+    assert first.take("END") == [(SPARE, "END")] and not first.take("RECOVER")
+    first.controller.request_move("b->d", "test")
+    first.tick()
+    assert first.tally.phase is Phase.PREPARING, "the next move is made without it"
+
+
+def test_a_slot_s_process_that_does_not_acknowledge_is_replaced(tmp_path: Path) -> None:
+    first = abort_without(tmp_path, HOLDER).first
+    assert outcome(first) == (Phase.RECOVERING, 1, {HOLDER})
+    (record,) = first.controller._record.recoveries
+    assert record["lost"] == [HOLDER] and "doesn't acknowledge the abort" in record["why"]
+    assert set(first.tally.roster.holders) >= {*LEAVERS, STAYERS[0]}
+
+
+def test_without_recovery_it_ends_the_job(tmp_path: Path) -> None:
+    first = abort_without(tmp_path, HOLDER, recover="off").first
+    assert first.controller._ended and f"world rank {HOLDER} on a is lost" in first.controller._verdict["error"]
+
+
+@pytest.mark.parametrize("silent", [SPARE, HOLDER])
+def test_who_acknowledges_in_time_is_kept(tmp_path: Path, silent: int) -> None:
+    two = Two(tmp_path, switch_deadline_s=WAIT_S)
+    two.to_switching()
+    two.first.controller._take_event(Event.MEMBER_FAILED, "some reason")
+    two.settle()
+    two.first.tick(WAIT_S / 2)
+    two.first.report(Report.ACKNOWLEDGED, sorted({*MEMBERS} - {silent}))
+    two.first.report(Report.ACKNOWLEDGED, [silent])
+    two.first.tick(2 * WAIT_S)
+    assert outcome(two.first) == (Phase.TRAINING, 0, set())
