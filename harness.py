@@ -146,7 +146,8 @@ def refuse(error: UserError, world: World | None = None) -> int:
     mpirun kills the others once one process ends with an error code, which --np's doesn't. So before MPI is up rank 0
     leaves first; afterwards the others leave in order, with code 0, and rank 0 last.
     """
-    from migration.launch import RUN_VARIABLE, tell_refused
+    from migration.launch import tell_refused
+    from migration.zygote import RUN_VARIABLE
     from migration.world import leave_hydra
     is_up, killed = world is not None and world.rank >= 0, RUN_VARIABLE not in os.environ
     if own_rank() == 0:

@@ -17,7 +17,8 @@ process's part), part_threads.py (what its threads call), preparation.py and swi
 phases), acceptance.py (is a joiner fit for its slot), pacing.py (how long threads beside training rest), handles.py and
 groups.py (process groups that outlive their communicator), next_generation.py (their next ones), communicators/ (what
 is inside), stores.py (where members of one meet), costs.py (what those take), state_kinds.py (every kind of state that
-moves), state.py (all of a slot's), digest.py and digest_triton.py (whether it came over whole), faults.py.
+moves), state.py (all of a slot's), digest.py, digest_sums.py and digest_triton.py (whether it came
+over whole), faults.py.
 
 Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of
 each experiment).
@@ -43,8 +44,8 @@ commands.py, kill.py and footprint.py (the processes of a run), sync.py and unpa
 versions.py (whether it is the same), record.py (progress, verdict), timeline.py (the log), demo.py, launch.py,
 forkserver.py and zygote.py (one machine, one import).
 
-Imports go one way: harness -> process -> controller -> {groups, state, transfer, standby, plan, protocol} ->
-communicators. Nothing here imports harness. protocol, move, schedule, arms, roster, plan, topology, config, profiles,
+Imports go one way, without a cycle: harness -> process -> controller -> {groups, state, transfer, standby, plan,
+protocol} -> communicators. Nothing here imports harness. protocol, move, schedule, arms, roster, plan, topology, config, profiles,
 deputy, told, sums, sizes, slurm_nodes, departures, options, pacing, checkpoint_files, checkpoint_writing, straggler,
 experiments and errors import the standard library and numpy only.
 """

@@ -1,4 +1,4 @@
-"""The sums of digest.py on a GPU, at about the rate of its memory: one launch, however many tensors.
+"""The sums of digest_sums.py on a GPU, at about the rate of its memory: one launch, however many tensors.
 
 Tensors are cut into pieces, and each program of the kernel adds up one. Imports triton, which compiles the kernel at
 its first launch in a process (with a C compiler), or finds it in its cache on the disk. Only digest.py imports this.
@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from migration import digest
-from migration.digest import WORD_BYTES
+from migration.digest_sums import FIRST, MIX, STEP, WORD_BYTES
 
 SCRATCH_BYTES = 1 << 20  # of the table of pieces: enough for 20,000 tensors, 32 bytes more for each one beyond
 # what a program takes at a time: 4 words a thread; with 8, its registers leave room for fewer programs at once
@@ -21,7 +20,7 @@ BLOCK_WORDS, NUM_WARPS = 512, 4
 MIN_PIECE_BYTES = 32 * BLOCK_WORDS * WORD_BYTES  # 128 KiB: less would be mostly the adding up of the threads' sums
 NUM_PIECES = 8192  # of everything: some for each multiprocessor, so that they end at about the same time
 
-_FIRST, _STEP, _MIX = tl.constexpr(digest.FIRST), tl.constexpr(digest.STEP), tl.constexpr(digest.MIX)
+_FIRST, _STEP, _MIX = tl.constexpr(FIRST), tl.constexpr(STEP), tl.constexpr(MIX)
 
 
 def sums(groups: Sequence[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:

@@ -14,7 +14,6 @@ from migration.acceptance import Figures
 from migration.arms import ARMS, boundary
 from migration.errors import MoveFailed
 from migration.groups import Groups
-from migration.launch import RUN_VARIABLE
 from migration.move import Report
 from migration.neighbours import Neighbours
 from migration.options import Options
@@ -24,6 +23,7 @@ from migration.roster import MovePlan
 from migration.timeline import Timeline
 from migration.watch import HEARTBEAT_S
 from migration.world import Record, World
+from migration.zygote import RUN_VARIABLE
 
 _LAST_SENDS_S = 1.0
 

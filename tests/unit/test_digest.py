@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from migration import digest
+from migration import digest, digest_sums
 from migration.digest import digest_tensors
 
 M64 = (1 << 64) - 1
@@ -19,10 +19,10 @@ def lanes_in_python(data: bytes) -> list[int]:
     data += bytes(-len(data) % 8)
     first = second = 0
     for i in range(len(data) // 8):
-        multiplier = (digest.FIRST + i * digest.STEP) & M64
+        multiplier = (digest_sums.FIRST + i * digest_sums.STEP) & M64
         x = int.from_bytes(data[8 * i:8 * i + 8], "little") * multiplier & M64
         x ^= x >> 32
-        x = x * digest.MIX & M64
+        x = x * digest_sums.MIX & M64
         x ^= x >> 32
         first, second = first + x & M64, second + x * multiplier & M64
     return [first, second]
@@ -52,20 +52,20 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], list[int
 @pytest.mark.parametrize("chunk_words", [1, 3, 8, 1 << 15])
 def test_formula(summed: Callable[[torch.Tensor], list[int]], monkeypatch: pytest.MonkeyPatch, num_bytes: int,
                  chunk_words: int) -> None:
-    monkeypatch.setitem(digest.CHUNK_WORDS, "cpu", chunk_words)
+    monkeypatch.setitem(digest_sums.CHUNK_WORDS, "cpu", chunk_words)
     data = randoms(512).view(torch.uint8)[:num_bytes].clone()
     assert summed(data) == lanes_in_python(data.numpy().tobytes())
 
 
 def test_constants() -> None:
     """What makes every step of a word one that can be undone."""
-    assert digest.FIRST % 2 == 1 and digest.MIX % 2 == 1 and digest.STEP % 2 == 0
+    assert digest_sums.FIRST % 2 == 1 and digest_sums.MIX % 2 == 1 and digest_sums.STEP % 2 == 0
 
 
 @pytest.mark.parametrize("chunk_words", [1, 3, 8, 1 << 15])
 def test_several_tensors_are_one_stream_of_whole_words(monkeypatch: pytest.MonkeyPatch, chunk_words: int) -> None:
     """Each begins at a word of its own."""
-    monkeypatch.setitem(digest.CHUNK_WORDS, "cpu", chunk_words)
+    monkeypatch.setitem(digest_sums.CHUNK_WORDS, "cpu", chunk_words)
     whole = randoms(100).view(torch.uint8)
     for cut in (0, 1, 8, 13, 795, 800):
         by_parts = digest_tensors({"": {"a": whole[:cut], "b": whole[cut:]}})[""]
