@@ -147,8 +147,8 @@ def refuse(error: UserError, world: World | None = None) -> int:
     leaves first; afterwards the others leave in order, with code 0, and rank 0 last.
     """
     from migration.launch import tell_refused
+    from migration.mpich import leave_hydra
     from migration.zygote import RUN_VARIABLE
-    from migration.world import leave_hydra
     is_up, killed = world is not None and world.rank >= 0, RUN_VARIABLE not in os.environ
     if own_rank() == 0:
         sys.stderr.write(f"harness: {error}\n")

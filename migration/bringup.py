@@ -21,7 +21,8 @@ from migration.options import Options
 from migration.plan import check_moves, initial_roster
 from migration.roster import Roster
 from migration.versions import CODE_ROOT, collect_versions, describe_other_code
-from migration.world import World, own_address, own_host
+from migration.whereabouts import own_address, own_host
+from migration.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,8 @@ from migration.placement import take_gpu
 from migration.plan import spread_hosts
 from migration.profiles import DEFAULT_PROFILE, get_profile
 from migration.versions import collect_versions
-from migration.world import Record, World, own_address, own_host
+from migration.whereabouts import own_address, own_host
+from migration.world import Record, World
 
 if TYPE_CHECKING:
     from migration.communicators.makers import Maker

@@ -4,9 +4,9 @@
     DIR/iteration00000040.1f0c9a7e-1.left.unfinished/   given up: whoever hung over it can't finish it any more
     DIR/iteration00000020.removed.unfinished/      being removed
 
-A process that hung may wake up anywhere in here, long after the job has gone on without it. So each recovery writes into
-folders of its own, `give_up_unfinished` comes before it, and nobody removes what another one may be writing. Pure, like
-checkpoint_files.py, which says what makes a checkpoint whole.
+A process that hung may wake up anywhere in here, long after the job has gone on without it. So each generation that
+begins anew writes into folders of its own, `give_up_unfinished` comes before it, and nobody removes what another one
+may be writing. Pure, like checkpoint_files.py, which says what makes a checkpoint whole.
 """
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""MPI bring-up, hosts, and the control thread. The only file that speaks MPI.
+"""The control thread, and with it MPI: how it comes up, and the records that go through it. No other file speaks MPI.
 
 The control thread imports MPI and makes every call to it; other threads hand it records. MPI's blocking waits spin, so
 it polls: a posted receive, a test, a short sleep. Collectives only at the start; afterwards small records from process
 to process, sent without waiting, because a process that is gone never receives.
 
 Knows nothing of slots, moves or torch. Rules that keep both MPICH and Open MPI usable: no MPI_Finalize (it waits for
-everybody), SIGUSR1 ignored (hydra sends it to survivors), errors returned.
+everybody), SIGUSR1 ignored (hydra sends it to survivors), errors returned. What MPICH alone needs is in mpich.py.
 """
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -21,11 +19,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from migration.errors import UserError
-from migration.plan import spread_hosts
+from migration.mpich import init, leave_hydra, set_defaults, unname_shared_memory
 
 _MESSAGE_BYTES = 1 << 18  # small ones go at once; a large one waits until the receiver polls
 _START_TIMEOUT_S = 600.0  # for everybody to come up: nodes boot and file systems are slow at different speeds
@@ -34,67 +31,6 @@ URGENT_POLL_S = 0.0005  # while a member waits at a boundary
 _TAG = 7
 
 Record = dict[str, Any]
-
-
-def own_host(world_rank: int, world_size: int, virtual_hosts: list[str]) -> str:
-    """This process's host: an equal run of ranks per virtual host, or what the launcher says, or the machine's name.
-
-    Raises UserError when the processes can't be divided equally over `virtual_hosts`.
-    """
-    if virtual_hosts:
-        return spread_hosts(virtual_hosts, world_size)[world_rank]
-    for name in ("LM_HOST", "SLURMD_NODENAME", "PMI_HOSTNAME"):
-        if os.environ.get(name):
-            return os.environ[name]
-    return socket.gethostname()
-
-
-def own_address() -> str:
-    """An address of this machine that other hosts can reach: LM_ADDRESS, or what its name resolves to."""
-    if os.environ.get("LM_ADDRESS"):
-        return os.environ["LM_ADDRESS"]
-    try:
-        found = [row[4][0] for row in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    except socket.gaierror:
-        found = []
-    return next((a for a in found if not a.startswith("127.")), "127.0.0.1")
-
-
-def leave_hydra() -> None:
-    """After MPI_Finalize, before os._exit: tell hydra that this process is done.
-
-    MPICH says so in an exit handler, and without it hydra kills the others and returns 9. os._exit runs no handlers; a
-    normal exit runs torch's destructors too, and then 2 of 4 runs ended in std::terminate. So the line of the PMI-1
-    protocol is sent from here. Nothing to do under another launcher.
-    """
-    if "PMI_FD" in os.environ and "SLURM_PROCID" not in os.environ:
-        descriptor = int(os.environ["PMI_FD"])
-        os.write(descriptor, b"cmd=finalize\n")
-        os.read(descriptor, 64)
-
-
-def _init(mpi: Any) -> None:
-    """MPI_Init_thread through ctypes: mpi4py's own holds Python's lock while it waits for the whole world.
-
-    Then no other thread of this process could run, and `World.start` would never see its time-out.
-    """
-    library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()  # finds what the module is linked to as well
-    code = library.MPI_Init_thread(None, None, ctypes.c_int(mpi.THREAD_MULTIPLE), ctypes.byref(provided))
-    if code != mpi.SUCCESS or provided.value != mpi.THREAD_MULTIPLE:
-        raise RuntimeError(f"MPI_Init_thread returned {code} and thread level {provided.value}, not "
-                           f"{mpi.THREAD_MULTIPLE}")
-
-
-def unname_shared_memory() -> None:
-    """Remove the names of MPICH's files in /dev/shm, 1 MiB a process, once everybody has mapped what it needs.
-
-    MPI_Finalize would do that, which no process here waits for; without a name the memory goes with the process.
-    """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.partition("/dev/shm/mpich_")
-        if path[1]:
-            with contextlib.suppress(FileNotFoundError):  # mapped in parts, or by others of this node too
-                os.unlink(path[1] + path[2])
 
 
 def split_record(data: bytes, max_bytes: int) -> list[bytes]:
@@ -192,19 +128,11 @@ class World:
             self._comm.Abort(1)
 
     def _bring_up(self, hello: Callable[[int, int], dict[str, Any]]) -> None:
-        # MPICH only: with its default (UCX) and polling like ours, records between hosts stayed away in 5 of 14 runs
-        # for as long as we waited; with OFI in none of 50
-        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-        # every process is a node of its own to MPI, as with the proxies of --np: with shared memory inside nodes, a
-        # busy machine's starts hung in MPI_Init (8 of 129; without it 0 of 123)
-        os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
-        # datagrams: with OFI's providers over connections ("sockets", "tcp"), MPICH ends a process that has a record on
-        # its way to one that is just dying, whatever the error handler; with this one it survived 200 sends a second
-        os.environ.setdefault("FI_PROVIDER", "udp;ofi_rxd")
+        set_defaults()
         import mpi4py
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
-        _init(MPI)
+        init(MPI)
         self._mpi = MPI
         for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):  # what is no communicator's own error counts as SELF's
             communicator.Set_errhandler(MPI.ERRORS_RETURN)

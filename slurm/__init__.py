@@ -4,8 +4,8 @@ render.py (a job and what its site sets -> the batch script, pure), site.py (the
 commands that render and submit), verdict.py (how a run ended, for the script), m24.sbatch (the recorded script of the
 job of 24 slots), container.def (a recipe).
 
-cluster.py (the local Slurm: up, down, status, a node that dies), local_conf.py (its slurm.conf, pure), daemons.py (its
-processes). __main__.py has all commands.
+cluster_up.py (the local Slurm comes up), cluster.py (status, a node that dies, down), local_conf.py (its slurm.conf,
+pure), daemons.py (its processes). __main__.py has all commands.
 
 What the job itself does inside Slurm (drains, signals, nodes given back) is in migration/.
 """

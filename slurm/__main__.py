@@ -7,7 +7,7 @@ from pathlib import Path
 
 from migration.arguments import Parser
 from migration.errors import UserError
-from slurm import cluster
+from slurm import cluster, cluster_up
 from slurm.submit import render_command, submit_command
 from slurm.verdict import judge
 
@@ -15,14 +15,14 @@ from slurm.verdict import judge
 def _up(argv: list[str]) -> int:
     parser = _folder_parser("up", "Start a Slurm of virtual nodes on this machine, for development and tests. Needs "
                             "root and Debian's packages.")
-    parser.add_argument("--nodes", default=",".join(cluster.NODES), metavar="N,N,...", help="(default: %(default)s)")
+    parser.add_argument("--nodes", default=",".join(cluster_up.NODES), metavar="N,N,...", help="(default: %(default)s)")
     parser.add_argument("--cpus", type=int, default=8, metavar="N", help="CPUs that each declares (default: "
                         "%(default)s)")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs that each declares; files stand for "
                         "them (default: %(default)s)")
     args = parser.parse_args(argv)
     start_s = time.monotonic()
-    made = cluster.up(args.folder, nodes=tuple(args.nodes.split(",")), cpus=args.cpus, gpus=args.gpus)
+    made = cluster_up.up(args.folder, nodes=tuple(args.nodes.split(",")), cpus=args.cpus, gpus=args.gpus)
     print(f"# {len(made.nodes)} nodes up in {time.monotonic() - start_s:.2f} s: {', '.join(made.nodes)}; "
           f"down again: python -m slurm down --folder {made.folder}")
     print(f"export SLURM_CONF={made.conf}")

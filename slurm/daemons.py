@@ -5,6 +5,7 @@ A process is known by its pid and its start time, since a pid may become another
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from migration.footprint import read_stat
 _TERM_GRACE_S = 5.0
 _KILL_GRACE_S = 5.0
 _POLL_S = 0.02
+_SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,24 @@ def start(name: str, command: Sequence[str], *, output: Path, environment: dict[
         (os.POSIX_SPAWN_DUP2, 1, 2)])
     ticks = _start_ticks(pid)
     return Daemon(name=name, pid=pid, start_ticks=-1 if ticks is None else ticks)
+
+
+def start_slurmd(folder: Path, node: str, environment: dict[str, str]) -> Daemon:
+    """A node's, with its output in `folder`. Its step managers inherit its environment, and so can be told from others.
+    """
+    return start(f"slurmd.{node}", [need_program("slurmd"), "-D", "-N", node], output=folder / f"slurmd.{node}.out",
+                 environment={**environment, "SLURMD_NODENAME": node})
+
+
+def find_program(name: str) -> str | None:
+    """Its path, also where the user's PATH leaves out what is for root."""
+    return shutil.which(name) or shutil.which(name, path=_SYSTEM_PATH)
+
+
+def need_program(name: str) -> str:
+    path = find_program(name)
+    assert path is not None, f"{name}: missing() should have said so"
+    return path
 
 
 def end(daemons: Sequence[Daemon]) -> None:

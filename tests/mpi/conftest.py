@@ -15,7 +15,7 @@ import pytest
 
 from migration.placement import has_gpu, take_gpu
 from migration.preload import preload
-from migration.world import leave_hydra
+from migration.mpich import leave_hydra
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter has come

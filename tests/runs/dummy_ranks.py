@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from migration.forkserver import ADDRESS_VARIABLE, forked_here, hand_over
 from migration.launch import launch
-from migration.world import unname_shared_memory
+from migration.mpich import unname_shared_memory
 
 
 def preload() -> None:

@@ -19,7 +19,7 @@ from support import undisturbed  # noqa: F401  a fixture
 
 from migration.forkserver import ADDRESS_VARIABLE, ForkServer
 from slurm import cluster as local
-from slurm import daemons
+from slurm import cluster_up, daemons
 from slurm.cluster import Cluster
 
 
@@ -39,14 +39,14 @@ def cluster_folder() -> Iterator[Callable[[], Path]]:
 
 @pytest.fixture(scope="session")
 def need_slurm() -> None:
-    if local.missing():
-        pytest.skip(local.missing())
+    if cluster_up.missing():
+        pytest.skip(cluster_up.missing())
 
 
 @pytest.fixture(scope="session")
 def cluster(need_slurm: None, cluster_folder: Callable[[], Path]) -> Iterator[Cluster]:
     """The cluster of the session. A test that kills a node starts it again."""
-    made = local.up(cluster_folder())
+    made = cluster_up.up(cluster_folder())
     yield made
     last = local.find(made.folder)
     assert last is not None

@@ -12,7 +12,7 @@ from jobs import ROOT
 
 from migration.errors import UserError
 from slurm import cluster as local
-from slurm import daemons
+from slurm import cluster_up, daemons
 from slurm.cluster import Cluster
 
 DEADLINE_S = 90.0
@@ -40,7 +40,7 @@ def test_the_commands_bring_a_second_cluster_up_and_down(cluster: Cluster, clust
         print("\n" + up.stdout.splitlines()[0].lstrip("# "))
     second = local.find(Path(folder))
     assert second is not None and second.node_states() == {"c0": "idle", "c1": "idle"}
-    assert cluster.node_states() == dict.fromkeys(local.NODES, "idle")
+    assert cluster.node_states() == dict.fromkeys(cluster_up.NODES, "idle")
     again = slurm("up", "--folder", folder)
     assert again.returncode == 2 and again.stderr.count("\n") == 1 and "a cluster is up there" in again.stderr
     assert "c1 idle" in slurm("status", "--folder", folder).stdout
@@ -67,28 +67,28 @@ def test_a_node_dies_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     wait_until(lambda: cluster.node_states()["b2"] not in ("allocated", "mixed"), "Slurm to miss the node")
     cluster.start_node("b2")
     cluster.command("scancel", "--name", "wrap")
-    wait_until(lambda: cluster.node_states() == dict.fromkeys(local.NODES, "idle"), "the node to be idle again")
+    wait_until(lambda: cluster.node_states() == dict.fromkeys(cluster_up.NODES, "idle"), "the node to be idle again")
 
 
 def test_a_folder_of_somebody_else_is_left_alone(need_slurm: None, cluster_folder: Callable[[], Path]) -> None:
     folder = cluster_folder()
     (folder / "thesis.tex").write_text("all of it")
     with pytest.raises(UserError, match="no cluster's"):
-        local.up(folder)
+        cluster_up.up(folder)
     assert (folder / "thesis.tex").read_text() == "all of it"
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, cluster_folder: Callable[[], Path]) -> None:
-    monkeypatch.setattr(local, "_SYSTEM_PATH", "")
+    monkeypatch.setattr(daemons, "_SYSTEM_PATH", "")
     monkeypatch.setenv("PATH", str(cluster_folder()))
     with pytest.raises(UserError, match="not installed: munged, slurmctld.*apt-get install .*slurmctld"):
-        local.up(cluster_folder())
+        cluster_up.up(cluster_folder())
 
 
 def test_a_daemon_that_ends_at_once_is_reported_with_its_last_words(
         need_slurm: None, cluster_folder: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local.LocalConf, "slurm_conf", lambda self: "ClusterName=local\nNoSuchKey=1\n")
+    monkeypatch.setattr(cluster_up.LocalConf, "slurm_conf", lambda self: "ClusterName=local\nNoSuchKey=1\n")
     folder = cluster_folder()
     with pytest.raises(UserError, match=r"slurm(ctld|d\.b\d) ended while it came up; .*NoSuchKey"):
-        local.up(folder)
+        cluster_up.up(folder)
     assert daemons.find_tasks(folder / "slurm.conf") == []
