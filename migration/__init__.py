@@ -11,15 +11,15 @@ and model.py (the Megatron-Core job), data.py (samples as a function of their in
 internals.py (Megatron's private names).
 
 A move: roster.py (who holds which slot), plan.py (who goes where), schedule.py (when), protocol.py (phases, events,
-actions in one table), move.py (the tally of reports), controller.py (decides), answering.py (requests to it, and which
-is next), actions.py (carries out), watch.py (heartbeats, deadlines), starting.py (all slots begin a generation
-together), member.py (what a process does at the controller's word), stops.py (where training may stop), part.py (a
-process's part), part_threads.py (what its threads call), preparation.py and switchover.py (what it does in these
-phases), acceptance.py (is a joiner fit for its slot), pacing.py (how long threads beside training rest), handles.py and
-groups.py (process groups that outlive their communicator), next_generation.py (their next ones), communicators/ (what
-is inside), stores.py (where members of one meet), costs.py (what those take), state_kinds.py (every kind of state that
-moves), state.py (all of a slot's), digest.py, digest_sums.py and digest_triton.py (whether it came
-over whole), faults.py.
+actions in one table), move.py (the tally of reports), controller.py (decides), controller_base.py (what its parts
+share), answering.py (requests to it, and which is next), actions.py (carries out), watch.py (heartbeats, deadlines),
+starting.py (all slots begin a generation together), member.py (what a process does at the controller's word), stops.py
+(where training may stop), part.py (a process's part), part_threads.py (what its threads call), preparation.py and
+switchover.py (what it does in these phases), acceptance.py (is a joiner fit for its slot), pacing.py (how long threads
+beside training rest), handles.py and groups.py (process groups that outlive their communicator), next_generation.py
+(their next ones), communicators/ (what is inside), stores.py (where members of one meet), costs.py (what those take),
+state_kinds.py (every kind of state that moves), state.py (all of a slot's), digest.py, digest_sums.py and
+digest_triton.py (whether it came over whole), faults.py.
 
 Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of
 each experiment).
