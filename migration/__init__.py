@@ -47,6 +47,6 @@ forkserver.py and zygote.py (one machine, one import).
 
 Imports go one way, without a cycle: harness -> process -> controller -> {groups, state, transfer, standby, plan,
 protocol} -> communicators. Nothing here imports harness. protocol, move, schedule, arms, roster, plan, topology,
-config, profiles, deputy, told, sums, sizes, slurm_nodes, departures, options, pacing, checkpoint_files, checkpoint_writing,
-straggler, experiments and errors import the standard library and numpy only.
+config, profiles, deputy, told, sums, sizes, slurm_nodes, departures, options, pacing, checkpoint_files,
+checkpoint_writing, straggler, experiments and errors import the standard library and numpy only.
 """
