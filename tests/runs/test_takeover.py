@@ -105,7 +105,7 @@ def test_a_controller_that_hangs(start_harness: Start, harness: Harness,
     result = completed(job.wait(TIMEOUT_S))
     (recovery,) = result["recoveries"]
     assert (recovery["lost"], recovery["slots"], recovery["from_iteration"]) == ([0], [0, 1], 0)
-    assert recovery["to"] == [6, 7] and recovery["keeps_bits"] is True
+    assert recovery["to"] == [8, 9] and recovery["keeps_bits"] is True
     assert "not heard for" in recovery["why"]
     own = [text(row["text"]) for row in read_run(job.run).events if row["world_rank"] == 0]
     assert any("was the controller, term 0, and was held for lost" in line for line in own), own
