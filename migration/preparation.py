@@ -1,8 +1,8 @@
 """PREPARING: the prepare thread builds the next generation's communicators beside training.
 
 One communicator at a time, in one order on all members. It lives only in PREPARING, but for a leaver's, which goes on
-to stream the state (leader.py); a move that aborts meanwhile ends its waits, since the controller drops the store they
-wait on.
+to stream the state (leader.py). A move that aborts meanwhile, or a recovery, ends whatever it waits in: on the store
+(`Groups.meeting`), in a communicator, for the other end of the pair (`Part.end_pair`).
 """
 from __future__ import annotations
 
