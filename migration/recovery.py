@@ -14,7 +14,7 @@ from typing import Any
 
 from migration.checkpoint_files import Start, find_restart
 from migration.plan import plan_recovery
-from migration.protocol import Event, Phase
+from migration.protocol import Event
 from migration.record import RecoveryRecord
 from migration.roster import MovePlan, Roster
 from migration.starting import Starting
