@@ -148,7 +148,8 @@ class Succession(Recovery, Stopping, Leaving):
         self._times_s.extend(state["times_s"])
         self._heard = {rank: number for rank, number in state["heard"]}
         self._sums.load_json(state["sums"])
-        self._started = set(self._tally.roster.holders)
+        # in a recovery who has started isn't known: it begins once more
+        self._started = set() if self._tally.phase is Phase.RECOVERING else set(self._tally.roster.holders)
         self._faults.forget({fault["text"] for fault in self._record.faults})
 
     # ---- handed over

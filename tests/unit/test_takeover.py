@@ -410,6 +410,20 @@ def test_a_move_that_changes_sums_says_so_to_the_recovery_after_it(two: Two) -> 
     assert [row["keeps_bits"] for row in first.controller._record.recoveries] == [True]
 
 
+def test_a_slot_that_starts_after_the_controller_with_its_slot_is_lost_has_not_all_started(tmp_path: Path) -> None:
+    """In a recovery: it isn't through by that, and the sums of before it are still those to compare with."""
+    two = Two(tmp_path, rank=0)
+    two.first.controller._suspect(3, "gone", has_died=True)
+    two.first.tick(1.0)
+    two.settle()
+    second = two.lose(generation=1)
+    second.hear("STARTED", 1, recovery=1, iteration=0, sums="fake digest 1")
+    assert second.tally.phase is Phase.RECOVERING and second.take("BEGUN") == []
+    second.tick(1.0)
+    second.begin_generation(2)
+    assert [row["keeps_bits"] for row in second.controller._record.recoveries] == [None, True]
+
+
 # ---- it lives, and a process beside it is lost
 
 
