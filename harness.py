@@ -115,9 +115,15 @@ def run_process(argv: list[str]) -> int:
         write_footprint(started.options.run, world.rank, world.hellos[world.rank]["host"])
         from migration.preload import preload
         preload()
+        from migration import device
+        device.check_usable()
         from migration.process import Process
         marks["import"] = clock()
         process = Process(config, started, world, clock, print_report)
+    except UserError as error:  # of this process's machine, which may not be world rank 0's
+        if world.rank > 0:
+            sys.stderr.write(f"harness: world rank {world.rank} on {started.roster.hosts[world.rank]}: {error}\n")
+        return refuse(error, world)
     except BaseException as error:  # nobody can be told yet: MPI ends them all
         sys.stderr.write(f"harness: world rank {world.rank} can't start: {type(error).__name__}: {error}\n")
         sys.stderr.flush()

@@ -202,6 +202,7 @@ class Checker:
         from migration import check_measure, device
         from migration.communicators.makers import build_maker
         from migration.stores import start_store
+        device.check_usable()
         if self._world.rank == 0:
             self._server = start_store(self._address())
         if device.is_cpu():

@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 
+from migration.errors import UserError
 from migration.placement import has_gpu
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
@@ -70,6 +71,19 @@ def install() -> bool:
 def is_installed() -> bool:
     """Whether "cuda" means the CPU in this process."""
     return isinstance(torch.cuda.default_generators, _CpuGenerators)
+
+
+def check_usable() -> None:
+    """Raises UserError where a GPU's device file and torch don't agree: what "cuda" means would not be clear.
+
+    Asks CUDA, so that this process must not be copied afterwards.
+    """
+    if is_installed() and torch.cuda.is_available():
+        raise UserError("torch has a GPU on this machine, but there is no device file /dev/nvidia0 or the like, by "
+                        "which it is looked for: set CUDA_VISIBLE_DEVICES= to train on the CPU")
+    if not is_installed() and not torch.cuda.is_available():
+        raise UserError("this machine has an NVIDIA GPU that torch can't use: look at its driver with nvidia-smi, or "
+                        "set CUDA_VISIBLE_DEVICES= to train on the CPU")
 
 
 def is_cpu() -> bool:

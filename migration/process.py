@@ -99,9 +99,6 @@ class Process(SlotWork):
         """Choose a GPU, and tell NCCL which host this is, before either is started in this process."""
         self._shares_gpu = False
         if device.is_cpu():
-            if not device.is_installed():
-                raise UserError("this machine has an NVIDIA GPU that torch can't use: look at its driver with "
-                                "nvidia-smi, or set CUDA_VISIBLE_DEVICES= to train on the CPU")
             return
         os.environ.update(parse_pins(self.options.pins))
         placed = take_gpu(self.world.hellos, self.world.rank)

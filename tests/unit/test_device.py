@@ -1,6 +1,7 @@
 """The device shim: that it replaces nothing where CUDA is, and that random streams and types work where it isn't."""
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from migration import device
+from migration.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +47,17 @@ def test_nothing_is_replaced_where_cuda_exists(monkeypatch: pytest.MonkeyPatch) 
     after = names_of(*owners)
     assert before.keys() == after.keys()
     assert [name for name in before if before[name] is not after[name]] == []
+
+
+@pytest.mark.parametrize(("is_replaced", "has_cuda", "told"), [
+    (True, False, ""), (False, True, ""), (False, False, "that torch can't use"), (True, True, "no device file")])
+def test_device_files_and_torch_must_agree(monkeypatch: pytest.MonkeyPatch, is_replaced: bool, has_cuda: bool,
+                                           told: str) -> None:
+    """A fake GPU, and a fake torch that sees it or not."""
+    monkeypatch.setattr(device, "is_installed", lambda: is_replaced)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    with pytest.raises(UserError, match=told) if told else contextlib.nullcontext():
+        device.check_usable()
 
 
 def test_second_install_wraps_nothing_twice(cpu_shim: None) -> None:
