@@ -160,7 +160,7 @@ class Controller(Takeover, Answering):
         if self._watch.is_look_due(now_s):
             if self._told_deputy is not None:
                 self._beat([self._told_deputy])  # it must notice soon
-            for rank, silent_s in self._watch.silent(now_s) if self.successor is None else ():
+            for rank, silent_s in self._watch.silent(now_s) if self.successor is None or self.is_to_end else ():
                 self._suspect(rank, f"not heard for {silent_s:.1f} s")
         if not self._ended and self._asked_to_end and self._server.has_replied:
             self._end_job(self._asked_to_end)

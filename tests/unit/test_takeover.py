@@ -447,6 +447,21 @@ def test_a_controller_that_leaves_its_slot_stands_by_and_hands_its_role_over(tmp
     assert first.controller._record.recoveries[0]["keeps_bits"] is True
 
 
+def test_who_falls_silent_in_a_recovery_is_noticed_though_the_role_will_leave_the_host(tmp_path: Path) -> None:
+    """The host is to be left, so a successor is named at once; it doesn't come to that before the first iteration."""
+    two = Two(tmp_path, rank=0)
+    first = two.first
+    first.controller._suspect(1, "gone", has_died=True)
+    first.tick(1.0)
+    two.settle()
+    first.begin_generation(1)
+    first.controller.successor = 2
+    now_s = first.now_s + 1.0
+    first.controller._watch._heard_s = dict.fromkeys(ALL, now_s) | {5: now_s - 60.0}
+    first.controller.on_tick(now_s)
+    assert 5 in first.controller._suspects.keys() | first.tally.roster.lost
+
+
 def test_a_stop_that_all_have_agreed_on_is_said_again(tmp_path: Path) -> None:
     two = Two(tmp_path, rank=6, checkpoints=str(tmp_path))
     two.first.controller._request_stop(requeue=True)
