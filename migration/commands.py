@@ -107,7 +107,8 @@ def _status(argv: list[str]) -> int:
         print("  " + _describe_move(move))
     for recovery in status["recoveries"]:
         print(f"  recovery: world ranks {recovery['lost']} lost, slots {recovery['slots']} to world ranks "
-              f"{recovery['to']}, generation {recovery['generation']}, from iteration {recovery['from_iteration']}")
+              f"{recovery['to']}, generation {recovery['generation']}, from iteration {recovery['from_iteration']}"
+              + {True: ", sums keep their bits", False: ", sums have other bits"}.get(recovery["keeps_bits"], ""))
     if status["queued"]:
         print("  queued: " + ", ".join(status["queued"]))
     return 0

@@ -102,14 +102,17 @@ class Recovery(Starting):
             named = f"slot{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
             slots = "all slots" if len(others) == self.config.job_size else named
             self._tell_recovery(f"sums of {slots} have other bits than before: losses may differ in their last bits "
-                                "from here on; a spare host with room for a whole host keeps them, or --nccl-pin")
+                                "from here on; a spare host with room for a whole host may keep them, or --nccl-pin")
         self._write_down()
 
     # ---- who is lost
 
     def _on_fatal(self, record: Record) -> None:
-        """A process can't go on. A moment later the silence of another one may tell why."""
-        if self._is_current(record) and self._failure is None:
+        """A process can't go on. A moment later the silence of another one may tell why. A slot's counts more than a
+        spare's."""
+        holders = self._tally.roster.holders
+        is_news = self._failure is None or (record["from"] in holders and self._failure.rank not in holders)
+        if self._is_current(record) and is_news:
             self._failure = Failure(rank=record["from"], message=record["message"], code=record["code"],
                                     since_s=time.monotonic())
 

@@ -113,8 +113,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 def _digest_of(archive: Path, folder: Path) -> str:
     """The digest that every node must find: of the archive itself, for the tree may hold ignored files."""
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+    unpack.extract(archive, folder)
     return unpack.digest_in(folder)
 
 

@@ -26,6 +26,7 @@ from migration.mpich import init, leave_hydra, set_defaults, unname_shared_memor
 
 _MESSAGE_BYTES = 1 << 18  # small ones go at once; a large one waits until the receiver polls
 _START_TIMEOUT_S = 600.0  # for everybody to come up: nodes boot and file systems are slow at different speeds
+_ABORT_S = 5.0
 POLL_S = 0.005
 URGENT_POLL_S = 0.0005  # while a member waits at a boundary
 _TAG = 7
@@ -95,7 +96,13 @@ class World:
         self._wake.set()
 
     def abort(self) -> None:
-        """The last resort, before records flow: MPI ends every process of the world."""
+        """The last resort, before records flow: MPI ends every process of the world.
+
+        This one ends too: in a copy of a fork server MPI's call may not come back.
+        """
+        watch = threading.Timer(_ABORT_S, os._exit, (1,))
+        watch.daemon = True
+        watch.start()
         self._comm.Abort(1)
 
     def finalize(self, timeout_s: float = 5.0) -> None:

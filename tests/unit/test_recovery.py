@@ -198,6 +198,13 @@ def test_a_failure_of_the_generation_before_counts_for_nothing() -> None:
     assert controller._failure is None
 
 
+def test_a_slots_failure_counts_more_than_a_spares() -> None:
+    controller = OneController()
+    for rank in (4, 1, 5, 2):  # the first and the third hold none
+        controller._on_fatal({"from": rank, "recovery": 0, "message": f"of {rank}", "code": 1})
+    assert controller._failure is not None and controller._failure.message == "of 1"
+
+
 def test_a_second_loss_in_a_recovery_needs_another_spare() -> None:
     controller = OneController()
     for lost in (1, 2, 3):  # the last one has left its slot, and stands by
