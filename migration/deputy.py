@@ -23,16 +23,14 @@ ANSWER_S = 3.0  # for the deputy to say that it has a state; a busy machine take
 def choose_deputy(roster: Roster, controller: int, unfit: Collection[int] = ()) -> int | None:
     """World rank of the controller's deputy, or None where no other process lives.
 
-    On another host than the controller's, on one that stays, a spare, on one that has lost no process: each where that
-    can be had, in this order. Of several spares the last, which is the last to be given a slot; of others the first.
+    On another host than the controller's, on one that stays, a spare: each where that can be had, in this order. Of
+    several spares the last, which is the last to be given a slot; of others the first.
     """
     here = roster.hosts[controller]
-    struck = {roster.hosts[rank] for rank in roster.lost}
     found = [rank for rank in range(len(roster.hosts))
              if rank not in roster.lost and rank != controller and rank not in unfit]
     return min(found, default=None, key=lambda rank: (
         roster.hosts[rank] == here, roster.hosts[rank] in roster.leaving, rank in roster.holders,
-        roster.hosts[rank] in struck,
         rank if rank in roster.holders else -rank))
 
 

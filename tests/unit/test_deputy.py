@@ -25,8 +25,6 @@ def without(*lost: int) -> Roster:
     (ROSTER, 7, (), 5),  # on another host
     (ROSTER, 0, (7,), 6),
     (without(4, 5, 6), 7, (), 0),  # better with a slot on another host than a spare here
-    (without(6), 0, (), 5),  # on a host that has lost nobody, if there is one
-    (without(2, 4, 6), 0, (), 7),
     (without(4, 5, 6, 7), 0, (), 2),
     (dataclasses.replace(ROSTER, leaving=frozenset("d")), 0, (), 5),
     (dataclasses.replace(without(4, 5), leaving=frozenset("d")), 0, (), 2),
