@@ -97,7 +97,8 @@ class ForkServer:
 def hand_over(address: str, argv: Sequence[str]) -> None:
     """Has the server at `address` run a copy in place of this process; ends as the copy ends.
 
-    Returns if the server makes no copies: then this process does everything itself. argv: arguments without the program. Raises UserError if no server listens there.
+    Returns if the server makes no copies: then this process does everything itself. argv: arguments without the
+    program. Raises UserError if no server listens there.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # hydra's news that another rank failed; the copy has its own answer

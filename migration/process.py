@@ -113,8 +113,8 @@ class Process(SlotWork):
             self.member.figures = measure_figures(device.current_device(), is_shared=self._shares_gpu)
 
     def _warm_digest(self) -> None:
-        """The digest's kernel is compiled, or found on the disk, here and in no pause. Nor beside communicators: to load
-        a kernel may wait for what is on the GPU, and NCCL's kernels wait for other processes.
+        """The digest's kernel is compiled, or found on the disk, here and in no pause. Nor beside communicators: to
+        load a kernel may wait for what is on the GPU, and NCCL's kernels wait for other processes.
         """
         if not device.is_cpu():
             with self.timeline.span("warm_digest", "STARTUP"):

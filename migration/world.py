@@ -100,16 +100,12 @@ class World:
 
         This one ends too: in a copy of a fork server MPI's call may not come back.
         """
-        watch = threading.Timer(_ABORT_S, os._exit, (1,))
-        watch.daemon = True
-        watch.start()
+        _end_in(_ABORT_S, 1)
         self._comm.Abort(1)
 
     def finalize(self, timeout_s: float = 5.0) -> None:
         """End MPI in order, on the control thread. Collective over the world: gives up after `timeout_s`."""
-        watch = threading.Timer(timeout_s, os._exit, (0,))
-        watch.daemon = True
-        watch.start()
+        watch = _end_in(timeout_s, 0)
         self._request.Cancel()
         self._mpi.Finalize()
         leave_hydra()
@@ -210,3 +206,11 @@ class World:
             return bool(request.Test(status))
         except self._mpi.Exception:
             return False
+
+
+def _end_in(seconds: float, code: int) -> threading.Timer:
+    """End this process then, whatever MPI waits for, unless the timer is cancelled."""
+    watch = threading.Timer(seconds, os._exit, (code,))
+    watch.daemon = True
+    watch.start()
+    return watch

@@ -15,7 +15,6 @@ from nccl_bindings.library import Library
 from nccl_bindings.raw import Raw
 from nccl_bindings.types import DataType, RedOp, Result, UniqueId
 
-
 _MOST_GROUPS = 16
 
 

@@ -42,7 +42,8 @@ def test_goes_on_from_the_newest_whole_checkpoint_of_this_run(tmp_path: Path) ->
     assert find_restart(begun, str(tmp_path)) == begun
     twelve, sixteen = save(tmp_path, 12), save(tmp_path, 16)
     assert find_restart(begun, str(tmp_path)).folder == str(sixteen.resolve())
-    checkpoint_writing.begin(checkpoint_writing.unfinished_path(str(tmp_path), 20, "run", 0))  # half written by the crash
+    # half written by the crash
+    checkpoint_writing.begin(checkpoint_writing.unfinished_path(str(tmp_path), 20, "run", 0))
     found = find_restart(begun, str(tmp_path))
     assert found.iteration == 16 and "never finished" in found.notes[0]
     os.truncate(sixteen / "some.distcp", 3)

@@ -106,6 +106,12 @@ class Two:
         self.first.begin_generation(0)
         self.settle()
 
+    def lose_other(self, rank: int) -> None:
+        """Of the other processes: the controller decides on it, and the deputy has that."""
+        self.first.controller._suspect(rank, "gone", has_died=True)
+        self.first.tick(1.0)
+        self.settle()
+
     def settle(self) -> None:
         """The deputy answers, for as long as there is something to answer."""
         self.first.tick()
@@ -371,9 +377,7 @@ def test_a_deputy_that_knows_too_little_ends_the_job(beside: Two, ahead: dict[st
 
 def test_a_recovery_begins_once_more(tmp_path: Path) -> None:
     two = Two(tmp_path, rank=6)
-    two.first.controller._suspect(3, "gone", has_died=True)
-    two.first.tick(1.0)
-    two.settle()
+    two.lose_other(3)
     assert two.first.tally.phase is Phase.RECOVERING
     second = two.lose(generation=1)
     found = [record["recovery"] for _, record in second.sent if record["kind"] == "RECOVER"]
@@ -383,9 +387,7 @@ def test_a_recovery_begins_once_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changed", [None, 1])
 def test_sums_are_compared_with_those_that_the_last_controller_was_told(tmp_path: Path, changed: int | None) -> None:
     two = Two(tmp_path, rank=6)
-    two.first.controller._suspect(3, "gone", has_died=True)
-    two.first.tick(1.0)
-    two.settle()
+    two.lose_other(3)
     second = two.lose(generation=1)
     second.begin_generation(2, changed)
     assert second.tally.phase is Phase.TRAINING
@@ -403,9 +405,7 @@ def test_a_move_that_changes_sums_says_so_to_the_recovery_after_it(two: Two) -> 
                    groups=[1, 1], sums=f"fake digest {'of who leaves' if slot is None else slot}"
                    + (" changed" if slot == 1 else ""))
     assert first.tally.phase is Phase.TRAINING
-    first.controller._suspect(0, "gone", has_died=True)
-    first.tick(1.0)
-    two.settle()
+    two.lose_other(0)
     first.begin_generation(1, changed=1)
     assert [row["keeps_bits"] for row in first.controller._record.recoveries] == [True]
 
@@ -413,9 +413,7 @@ def test_a_move_that_changes_sums_says_so_to_the_recovery_after_it(two: Two) -> 
 def test_a_slot_that_starts_after_the_controller_with_its_slot_is_lost_has_not_all_started(tmp_path: Path) -> None:
     """In a recovery: it isn't through by that, and the sums of before it are still those to compare with."""
     two = Two(tmp_path, rank=0)
-    two.first.controller._suspect(3, "gone", has_died=True)
-    two.first.tick(1.0)
-    two.settle()
+    two.lose_other(3)
     second = two.lose(generation=1)
     second.hear("STARTED", 1, recovery=1, iteration=0, sums="fake digest 1")
     assert second.tally.phase is Phase.RECOVERING and second.take("BEGUN") == []
@@ -431,9 +429,7 @@ def test_a_controller_that_leaves_its_slot_stands_by_and_hands_its_role_over(tmp
     """Not before the recovery is through."""
     two = Two(tmp_path, rank=0)
     first = two.first
-    first.controller._suspect(1, "gone", has_died=True)
-    first.tick(1.0)
-    two.settle()
+    two.lose_other(1)
     told = {rank: record["slot"] for rank, record in first.sent if record["kind"] == "RECOVER"}
     assert told == {0: None, 2: 2, 3: 3, 4: 0, 5: 1, 6: None, 7: None}
     first.begin_generation(1)
@@ -451,9 +447,7 @@ def test_who_falls_silent_in_a_recovery_is_noticed_though_the_role_will_leave_th
     """The host is to be left, so a successor is named at once; it doesn't come to that before the first iteration."""
     two = Two(tmp_path, rank=0)
     first = two.first
-    first.controller._suspect(1, "gone", has_died=True)
-    first.tick(1.0)
-    two.settle()
+    two.lose_other(1)
     first.begin_generation(1)
     first.controller.successor = 2
     now_s = first.now_s + 1.0
