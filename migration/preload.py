@@ -18,7 +18,13 @@ from migration.placement import DEFAULTS, has_gpu
 @contextmanager
 def _hidden_gpus() -> Iterator[None]:
     """Imports ask for GPUs (megatron's, for the FP8 tensors of checkpoints; torch's, for a log line), and NVML, which
-    answers, leaves a thread behind: a process with several can't be copied. Inside they find none."""
+    answers, leaves a thread behind: a process with several can't be copied. Inside they find none.
+
+    A process that uses CUDA already is no such one, and torch would go on saying that there is no GPU."""
+    import torch
+    if torch.cuda.is_initialized():
+        yield
+        return
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from migration import preload
 
@@ -17,3 +18,10 @@ def test_gpus_are_hidden_and_shown_again(monkeypatch: pytest.MonkeyPatch, visibl
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
         raise ImportError
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+def test_a_process_that_uses_cuda_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with preload._hidden_gpus():
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
