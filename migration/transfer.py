@@ -6,7 +6,7 @@ again when the call returns. Knows nothing of the protocol: another thread may a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,15 +27,16 @@ def patience_s(num_bytes: int) -> float:
     return _PATIENCE_S + num_bytes / _SLOWEST_BYTES_S
 
 
-def chunks(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Flat byte views of at most CHUNK_BYTES each."""
-    flat = [as_bytes(tensor) for tensor in tensors]
-    return [f[i:i + CHUNK_BYTES] for f in flat for i in range(0, f.numel(), CHUNK_BYTES)]
+def chunks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Flat byte views of at most CHUNK_BYTES each, one by one: the first ones travel while others are made."""
+    for tensor in tensors:
+        flat = as_bytes(tensor)
+        for i in range(0, flat.numel(), CHUNK_BYTES):
+            yield flat[i:i + CHUNK_BYTES]
 
 
-def num_bytes(parts: Iterable[torch.Tensor]) -> int:
-    """Of flat byte views."""
-    return sum(part.numel() for part in parts)
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def send_tensors(pair: Communicator, tensors: Iterable[torch.Tensor], timeout_s: float | None = None) -> int:
@@ -43,11 +44,11 @@ def send_tensors(pair: Communicator, tensors: Iterable[torch.Tensor], timeout_s:
 
     Raises DeadlineExpired if the joiner is too slow, RuntimeError if it is gone.
     """
-    parts = chunks(tensors)
-    size = num_bytes(parts)
+    tensors = list(tensors)
+    size = num_bytes(tensors)
     limit_s, started_s = patience_s(size) if timeout_s is None else timeout_s, time.monotonic()
     try:
-        pair.send_all(parts, JOINER, limit_s)
+        pair.send_all(chunks(tensors), JOINER, limit_s)
     except RuntimeError as error:
         if time.monotonic() - started_s < limit_s:
             raise
@@ -57,9 +58,9 @@ def send_tensors(pair: Communicator, tensors: Iterable[torch.Tensor], timeout_s:
 
 def receive_tensors(pair: Communicator, tensors: Iterable[torch.Tensor]) -> int:
     """The joiner's side, into tensors of the same sizes. Returns the bytes. Collective over the pair."""
-    parts = chunks(tensors)
-    pair.recv_all(parts, LEAVER)
-    return num_bytes(parts)
+    tensors = list(tensors)
+    pair.recv_all(chunks(tensors), LEAVER)
+    return num_bytes(tensors)
 
 
 def all_tensors(state: State) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -130,7 +130,7 @@ class Communicator(ABC):
 
     # ---- transfers and probes
 
-    def send_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+    def send_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         """Send `tensors`, in order, to group rank `peer`; they may be touched again when it returns.
 
         Collective over the two. Raises RuntimeError if the peer is gone, `timeout_s` passes or another thread aborts.
@@ -138,7 +138,7 @@ class Communicator(ABC):
         for work in [self.inner.send([tensor], peer, 0) for tensor in tensors]:
             work.wait(timedelta(seconds=timeout_s))
 
-    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+    def recv_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         """The other side of `send_all`, into tensors of the same sizes; they hold the data when it returns."""
         for work in [self.inner.recv([tensor], peer, 0) for tensor in tensors]:
             work.wait(timedelta(seconds=timeout_s))

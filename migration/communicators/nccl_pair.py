@@ -5,8 +5,9 @@ one. Knows nothing of what is sent.
 """
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from migration.communicators.nccl_device import wait_for_stream
 from nccl_bindings.communicator import Communicator as Bare
 from nccl_bindings.operations import group
 from nccl_bindings.types import DataType
+
+LAUNCHED = 32  # messages at a time: one launch for them, and they travel while the next ones are issued
 
 
 class NcclPair(NcclCommunicator):
@@ -31,10 +34,10 @@ class NcclPair(NcclCommunicator):
     def _build_inner(self) -> Any:
         return PairGroup(self._bare, self.device, self.abort)
 
-    def send_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+    def send_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         self.inner.send(tensors, peer, timeout_s=timeout_s).wait()
 
-    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+    def recv_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         self.inner.recv(tensors, peer, timeout_s=timeout_s).wait()
 
 
@@ -56,26 +59,26 @@ class PairGroup:
     def __init__(self, bare: Bare, device: torch.device, abort: Callable[[], None]) -> None:
         self._bare, self._device, self._abort = bare, device, abort
 
-    def send(self, tensors: Sequence[torch.Tensor], peer: int, _tag: int = 0,
+    def send(self, tensors: Iterable[torch.Tensor], peer: int, _tag: int = 0,
              timeout_s: float = OPERATION_TIMEOUT_S) -> PairWork:
         return self._issue(self._bare.send, tensors, peer, "send", timeout_s)
 
-    def recv(self, tensors: Sequence[torch.Tensor], peer: int, _tag: int = 0,
+    def recv(self, tensors: Iterable[torch.Tensor], peer: int, _tag: int = 0,
              timeout_s: float = OPERATION_TIMEOUT_S) -> PairWork:
         return self._issue(self._bare.recv, tensors, peer, "recv", timeout_s)
 
-    def _issue(self, call: Callable[..., None], tensors: Sequence[torch.Tensor], peer: int, what: str,
+    def _issue(self, call: Callable[..., None], tensors: Iterable[torch.Tensor], peer: int, what: str,
                timeout_s: float) -> PairWork:
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        for tensor in tensors:
-            if not tensor.is_contiguous() or tensor.device != self._device:
-                raise ValueError(f"{self._bare.name}: {what} needs contiguous tensors on {self._device}")
-        num_bytes = 0
-        with self._bare.issuing, group(self._bare.raw):  # one launch; NCCL moves the parts side by side
-            for tensor in tensors:
-                tensor_bytes = tensor.numel() * tensor.element_size()
-                call(tensor.data_ptr(), tensor_bytes, DataType.UINT8, peer, stream)
-                num_bytes += tensor_bytes
+        rest, num_bytes = iter(tensors), 0
+        with self._bare.issuing:
+            while launched := list(itertools.islice(rest, LAUNCHED)):
+                with group(self._bare.raw):
+                    for tensor in launched:
+                        if not tensor.is_contiguous() or tensor.device != self._device:
+                            raise ValueError(f"{self._bare.name}: {what} needs contiguous tensors on {self._device}")
+                        call(tensor.data_ptr(), tensor.nbytes, DataType.UINT8, peer, stream)
+                        num_bytes += tensor.nbytes
         ends_s = time.monotonic() + timeout_s
         return PairWork(lambda: wait_for_stream(self._bare, self._device, ends_s, f"{what} of {num_bytes} bytes",
                                                 self._abort))
