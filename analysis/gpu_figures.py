@@ -70,13 +70,22 @@ def beside_figures(rows: Sequence[dict[str, Any]], *, bound: bool, parked: bool)
             continue  # Gloo closes in one go
         figures += [Figure(name=f"{what}, median", value=float(np.median(seconds)), unit="s"),
                     Figure(name=f"{what}, longest", value=max(seconds), unit="s")]
-    per_group = [row["device_bytes"] / num_groups / MIB for row in rounds]
-    figures += [Figure(name="stage 1, device memory a group, median", value=float(np.median(per_group)), unit="MiB",
-                       at_most=PARKED_MIB_AT_MOST if bound and parked else None)]
+    figures += _memory_figures(rows, num_groups, PARKED_MIB_AT_MOST if bound and parked else None)
     grown = _growth(rows)
     figures += [Figure(name=f"{name.replace('_', ' ')} grown from a quarter of the rounds to the end", value=value)
                 for name, value in grown.items()]
     return figures, "; ".join(filter(None, (_inequality(rows), _leak(grown, len(rows)))))
+
+
+def _memory_figures(rows: Sequence[dict[str, Any]], num_groups: int, at_most: float | None) -> list[Figure]:
+    """Of a process's first preparation, in which CUDA also takes memory for more streams at once than there ever were,
+    about 1 MiB a group, and keeps it; and of those after it, which are what communicators take."""
+    per_group = [[row["device_bytes"] / num_groups / MIB for row in rank["rounds"]] for rank in rows]
+    later = [value for values in per_group for value in values[1:]]
+    figures = [Figure(name="stage 1, device memory a group, first preparation",
+                      value=max(values[0] for values in per_group), unit="MiB", at_most=None if later else at_most)]
+    return figures + [Figure(name="stage 1, device memory a group, later ones, median", value=float(np.median(later)),
+                             unit="MiB", at_most=at_most)] if later else figures
 
 
 def job_times(rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -34,11 +34,20 @@ def test_slowdown_and_memory_while_preparing() -> None:
     assert problem == ""
     median = found["median of iterations while preparing, over undisturbed"]
     assert median.value == pytest.approx(1.02) and median.met
-    memory = found["stage 1, device memory a group, median"]
-    assert memory.value == 3.0 and memory.met
     slow = rank(iterations=[["undisturbed", 0.1], ["preparing", 0.104]] * 2)
     assert by_name(beside_figures([rank(), slow], bound=True, parked=True)[0])[median.name].met is False
     assert by_name(beside_figures([rank(), slow], bound=False, parked=True)[0])[median.name].met is None
+
+
+def test_memory_of_streams_that_cuda_keeps_is_of_the_first_preparation() -> None:
+    rounds = rank()["rounds"]
+    row = rank(rounds=[rounds[0] | {"device_bytes": 5 * 4 * MIB}, *rounds])
+    found = by_name(beside_figures([row, row], bound=True, parked=True)[0])
+    first, later = (found[f"stage 1, device memory a group, {which}"] for which in ("first preparation",
+                                                                                   "later ones, median"))
+    assert (first.value, first.met) == (5.0, None) and (later.value, later.met) == (3.0, True)
+    only = by_name(beside_figures([rank(rounds=row["rounds"][:1])] * 2, bound=True, parked=True)[0])
+    assert only[first.name].met is False and later.name not in only
 
 
 def test_an_iteration_is_the_slowest_ranks_and_of_the_worst_kind() -> None:
