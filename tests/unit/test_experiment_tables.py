@@ -68,6 +68,17 @@ def test_speed_adds_up(tmp_path: Path) -> None:
     assert found.target.met is False and "at least 0.995: missed" in format_speed(found)
 
 
+def test_no_time_is_lost_where_every_slot_has_moved(tmp_path: Path) -> None:
+    """Nobody has logged the whole iteration then: joiners begin at the cut."""
+    def from_the_cut(row: Row) -> Row:
+        late = {"start_s": row["start_s"] + 0.4, "time_s": row["time_s"] - 0.4}
+        return {**row, **late} if row["iteration"] == BOUNDARY - 1 else row
+
+    whole = compute_speed(read_run(make_run(tmp_path / "whole")), 1, 12)
+    found = compute_speed(read_run(make_run(tmp_path / "half", edit_iteration=from_the_cut)), 1, 12)
+    assert found.wall_s == pytest.approx(whole.wall_s) and found.efficiency == pytest.approx(whole.efficiency)
+
+
 def test_scale_of_one_move(tmp_path: Path) -> None:
     found = compute_scale(read_run(make_run(tmp_path / "run")), [2])
     row, = found.rows
