@@ -1,12 +1,10 @@
 """What every rank of the GPU tests of the NCCL communicator does. Started by ranks.py, which has loaded the overlay.
 
 Each body asserts what must hold on any machine and returns the figures that depend on it. Those of communicators that
-make room for others are in parking_bodies.py.
+make room for others are in parking_bodies.py, those that close many of them in closing_bodies.py.
 """
 from __future__ import annotations
 
-import gc
-import os
 import statistics
 import threading
 import time
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nccl_tools import MIB, TIMEOUT_S, Busy, check_sums, costs, make, ready, used_mib
+from nccl_tools import MIB, TIMEOUT_S, Busy, check_sums, costs, make, ready
 from ranks import Rank
 
 from migration.communicators.nccl import NcclCommunicator, Stage
@@ -187,35 +185,6 @@ def peer_goes_away(own: Rank) -> dict[str, Any]:
     following.close()
     live.close()
     return {"told": told[:200]}
-
-
-def discard_rounds(own: Rank, num_rounds: int = 20) -> dict[str, Any]:
-    """Prepared and closed again and again beside a busy one: memory, threads and descriptors stay flat."""
-    live = ready(own, "live")
-    busy = Busy(own, live.inner)
-    switch = "parked" if own.library.has("park") else "lazy"
-    rows = []
-    for i in range(num_rounds):
-        discarded = make(own, f"round {i}", switch)
-        thread = threading.Thread(target=_prepare_and_close, args=(own, discarded))
-        thread.start()
-        busy.iterate(5)
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive() and discarded.stage is Stage.CLOSED, f"round {i}: {discarded.stage}"
-        del discarded
-        gc.collect()
-        rows.append((used_mib(own, f"round {i}"), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
-    check_sums(own, live.inner)
-    live.close()
-    early, late = rows[num_rounds // 4], rows[-1]
-    assert late[0] - early[0] <= 16 * own.world, f"device memory grew, MiB: {rows}"
-    assert late[1] <= early[1] + 1 and late[2] <= early[2] + 2, f"threads or descriptors grew: {rows}"
-    return {"switch": switch, "early": early, "late": late}
-
-
-def _prepare_and_close(own: Rank, communicator: NcclCommunicator) -> None:
-    communicator.prepare(own.store, TIMEOUT_S)
-    communicator.close()
 
 
 def pair(own: Rank) -> dict[str, Any]:

@@ -52,8 +52,9 @@ def flatten(figures: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("body", ["bodies:adoption", "bodies:background", "parking_bodies:lazy_and_rebuild",
-                                  "bodies:abort_half_built", "bodies:abort_prepared", "bodies:discard_rounds",
-                                  "bodies:pair"], ids=lambda body: body.partition(":")[2])
+                                  "bodies:abort_half_built", "bodies:abort_prepared", "bodies:pair",
+                                  "closing_bodies:discard_rounds", "closing_bodies:group_rounds",
+                                  "closing_bodies:pair_rounds"], ids=lambda body: body.partition(":")[2])
 def test_body(run: Run, body: str, hosts: str) -> None:
     run(body, hosts)
 
