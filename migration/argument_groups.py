@@ -144,7 +144,8 @@ def _add_deadlines(parser: argparse.ArgumentParser) -> None:
     for name, default, text in (
             ("prepare-deadline", 300.0, "from the request to all prepared; then the move aborts. Also for all slots to "
              "be ready again when one was lost"),
-            ("switch-deadline", 60.0, "from the first arrival at the boundary to the verdict; then the move aborts"),
+            ("switch-deadline", 60.0, "from the first arrival at the boundary to the verdict, then the move aborts; "
+             "and from the verdict to its acknowledgement, then who is missing is lost"),
             ("heartbeat-timeout", 15.0, "a process not heard for so long is lost"),
             ("orphan-timeout", 60.0, "a process that hears no controller for so long ends itself")):
         limits.add_argument(f"--{name}", type=float, default=default, metavar="S",

@@ -179,9 +179,9 @@ class Controller(Takeover, Answering):
         missing = self._tally.waiting
         if self._tally.phase is Phase.RECOVERING:
             self._expire_recovery(reason)
-        elif self._tally.phase is Phase.ABORTED:
+        elif self._tally.phase in (Phase.COMMITTED, Phase.ABORTED):
             for rank in missing:
-                self._suspect(rank, "it doesn't acknowledge the abort")
+                self._suspect(rank, f"{reason}, and its own is missing")
         else:
             self._take_event(Event.DEADLINE_EXPIRED, f"{reason}; missing: world ranks {missing}")
 

@@ -93,8 +93,7 @@ TABLE: dict[tuple[Phase, Event], tuple[Phase, tuple[Action, ...]]] = {
     (Phase.ABORTED, Event.MEMBER_FAILED): (Phase.ABORTED, ()),
     (Phase.ABORTED, Event.JOB_ENDED): (Phase.ABORTED, ()),
     (Phase.ABORTED, Event.JOINER_LOST): (Phase.ABORTED, (Action.NOTE_LOSS, Action.RECOUNT)),
-    # who doesn't acknowledge an abort is lost, and that is an event of its own; of a commit, nobody could decide
-    (Phase.COMMITTED, Event.DEADLINE_EXPIRED): (Phase.COMMITTED, (Action.FAIL_JOB,)),
+    # who doesn't acknowledge a verdict in time is lost, and that is an event of its own
     (Phase.COMMITTED, Event.MEMBER_FAILED): (Phase.COMMITTED, (Action.FAIL_JOB,)),
     # the end of training: nothing to do with a move
     (Phase.TRAINING, Event.JOB_ENDED): (Phase.TRAINING, ()),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Running, assert_nothing_left
+from running import Finished, Running, assert_nothing_left
 from support import (Case, Undisturbed, assert_equal, completed, last_iteration, outcomes, pid_of,  # noqa: F401
                      undisturbed)
 
@@ -139,3 +139,17 @@ def test_a_process_that_hangs_and_losses_in_a_move(start_harness: Start, undistu
     assert not any("Recovering" in text(row["text"]) for row in run.events if text(row["kind"]) == "error")
     assert_equal(CASE, undisturbed(CASE), job.run)
     told(capsys, result, "in a move, and hung")
+
+
+def test_a_joiner_that_hangs_after_the_commit(harness: Callable[..., Finished],
+                                              undisturbed: Undisturbed) -> None:  # noqa: F811
+    """It is alive and heard of, but never goes on: the commit is undone, and the job does without it."""
+    number = 10
+    job = harness(*CASE.arguments(number), "--vacate", "b1->b3@6", "--hold", "--switch-deadline", "4",
+                  "--fault", "hang@2:COMMITTED", np=number)
+    result = completed(job)
+    assert [(recovery["lost"], recovery["slots"]) for recovery in result["recoveries"]] == [([6], [])]
+    assert "the acknowledgement of the commit took longer than 4 s, and its own is missing" in job.out
+    assert outcomes(result) == ["ABORTED"] and result["generation"] == 2
+    assert_equal(CASE, undisturbed(CASE), job.run)
+    assert_nothing_left(job.run)
