@@ -5,10 +5,10 @@ argument_groups.py and arguments.py (the command line), errors.py.
 
 A process's life: bringup.py (MPI comes up, everybody compares notes), preload.py (the heavy imports), placement.py
 (which GPU), process.py (wires a process together), slot_work.py (what it does for a slot besides training), world.py
-(MPI and the control thread), mpich.py (what MPICH needs for it), whereabouts.py (host and address), standby.py (a
-spare's life), warmup.py, recording.py and slot_recording.py (the first iteration paid for before the switch), job.py
-and model.py (the Megatron-Core job), data.py (samples as a function of their index), device.py (Megatron without CUDA),
-internals.py (Megatron's private names).
+(MPI and the control thread), mpich.py (what MPICH needs for it), bell.py (wakes another's control thread),
+whereabouts.py (host and address), standby.py (a spare's life), warmup.py, recording.py and slot_recording.py (the first
+iteration paid for before the switch), job.py and model.py (the Megatron-Core job), data.py (samples as a function of
+their index), device.py (Megatron without CUDA), internals.py (Megatron's private names).
 
 A move: roster.py (who holds which slot), plan.py (who goes where), schedule.py (when), protocol.py (phases, events,
 actions in one table), move.py (the tally of reports), controller.py (decides), controller_base.py (what its parts

@@ -61,7 +61,7 @@ class Role:
             return  # to a controller that has just handed its role over
         self._deputy.hear(record, time.monotonic())
         if record["kind"] == "HURRY":
-            self._world.urgent = True
+            self._world.urgent = self._world.hurried = True
         else:
             self._member.on_record(record)
 
@@ -71,10 +71,11 @@ class Role:
             self._world.send(record["from"], {"kind": "OUTDATED", "term": self._member.term})
             return
         num_moves = self._deputy.keep(record, time.monotonic())
-        if self._member.part is None:
-            self._world.urgent = False
         self._world.send(record["from"], {"kind": "KEPT", "from": self._world.rank, "number": record["number"],
                                           "num_moves": num_moves})
+        self._world.hurried = False
+        if self._member.part is None:
+            self._world.urgent = False
 
     # ---- the clock
 

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from migration.bell import Bell
 from migration.errors import UserError
 from migration.mpich import init, leave_hydra, set_defaults, unname_shared_memory
 
@@ -28,7 +29,10 @@ _MESSAGE_BYTES = 1 << 18  # small ones go at once; a large one waits until the r
 _START_TIMEOUT_S = 600.0  # for everybody to come up: nodes boot and file systems are slow at different speeds
 _ABORT_S = 5.0
 POLL_S = 0.005
-URGENT_POLL_S = 0.0005  # while a member waits at a boundary
+# In the pause of a move whoever is sent a record is rung: it polls at once, and a moment later, for the record may be
+# slower than the datagram. A long record takes several turns of both sides, which poll often then, and so does everybody
+# where no datagram gets through.
+URGENT_POLL_S, RUNG_POLL_S, RUNG_S = 0.0005, 0.001, 0.001
 _TAG = 7
 
 Record = dict[str, Any]
@@ -58,12 +62,13 @@ class World:
         self.size = 0
         self.hellos: list[dict[str, Any]] = []
         self.library = ""
-        self._outbox: queue.SimpleQueue[tuple[int, Record]] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[int, Record, bool]] = queue.SimpleQueue()
         self._own: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._handlers: tuple[Callable[[Record], None], Callable[[float], None]] | None = None
-        self._ready, self._going, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._ready, self._going = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
-        self.urgent = False
+        self.urgent = False   # a member waits at a boundary: what this process sends, it rings for
+        self.hurried = False  # a long record is on its way to this process
 
     def start(self, hello: Callable[[int, int], dict[str, Any]], timeout_s: float = _START_TIMEOUT_S) -> None:
         """Bring MPI up. Collective over the world: everybody's `hello(rank, size)` is in `hellos` afterwards.
@@ -72,6 +77,7 @@ class World:
         somebody doesn't come.
         """
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        self._bell = Bell()
         self._thread = threading.Thread(target=self._run, args=(hello,), name="control", daemon=True)
         self._thread.start()
         if not self._ready.wait(timeout_s):
@@ -92,8 +98,8 @@ class World:
         if world_rank == self.rank:
             self._own.put(record)
         else:
-            self._outbox.put((world_rank, record))
-        self._wake.set()
+            self._outbox.put((world_rank, record, self.urgent))
+        self._bell.wake()
 
     def abort(self) -> None:
         """The last resort, before records flow: MPI ends every process of the world.
@@ -149,11 +155,13 @@ class World:
             own = {"error": str(error)}
         except Exception as error:  # everybody must hear of it, or they would wait here for ever
             own = {"error": f"world rank {self.rank} on {socket.gethostname()}: {traceback.format_exc().strip()}"}
-        self.hellos = self._comm.allgather(own)
+        self.hellos = self._comm.allgather({**own, **self._bell.hello})
         unname_shared_memory()
         wrong = [h["error"] for h in self.hellos if "error" in h]
         if wrong:
             raise UserError(wrong[0])
+        self._bell.meet(self.hellos)
+        self._bell.ring((self.rank + 1) % self.size)  # so that the next one knows that it hears
         self._status = MPI.Status()
         self._buffer = bytearray(_MESSAGE_BYTES)
         self._begun: dict[int, bytes] = {}  # by sender, a record of which only the first messages have come
@@ -166,13 +174,16 @@ class World:
         assert self._handlers is not None
         on_record, on_tick = self._handlers
         sending: list[tuple[int, Any, bytes]] = []
+        rung_s = 0.0
         while True:
             for record in self._received():
                 on_record(record)
             on_tick(time.monotonic())
             sending = [s for s in sending + self._start_sends() if not self._is_done(s[1])]
-            self._wake.wait(URGENT_POLL_S if self.urgent else POLL_S)  # what is to be sent doesn't wait
-            self._wake.clear()
+            hurries = self.hurried or (self.urgent and (sending or not self._bell.is_heard))
+            is_rung = time.monotonic() - rung_s < RUNG_S
+            if self._bell.wait(URGENT_POLL_S if hurries else RUNG_POLL_S if is_rung else POLL_S):
+                rung_s = time.monotonic()
 
     def _received(self) -> list[Record]:
         found = []
@@ -190,12 +201,14 @@ class World:
     def _start_sends(self) -> list[tuple[int, Any, bytes]]:
         started = []
         while not self._outbox.empty():
-            rank, record = self._outbox.get()
+            rank, record, is_urgent = self._outbox.get()
             for message in split_record(json.dumps(record).encode(), _MESSAGE_BYTES):
                 try:
                     started.append((rank, self._comm.Isend(message, dest=rank, tag=_TAG), message))
                 except self._mpi.Exception:
                     break  # the receiver is gone (OFI says so, UCX doesn't); the controller's heartbeats find out
+            if is_urgent:
+                self._bell.ring(rank)
         return started
 
     def _is_done(self, request: Any, status: Any = None) -> bool:

@@ -25,10 +25,12 @@ def on_record(record):
 ends_s = time.monotonic() + 60
 def on_tick(now_s):
     if world.rank == 0 and len(came) == len(sent):
-        say("equal" if came == sent and not named else f"different, or left in /dev/shm: {named}")
+        say("equal" if came == sent and not named and world._bell.is_heard else
+            f"different, or left in /dev/shm: {named}, or no bell is heard")
     if now_s > ends_s:
         say(f"rank {world.rank} has {len(came)}")
     leave_if_said()
+world.urgent = True  # from the start, so that whoever is sent something is rung
 world.go(on_record, on_tick)
 if world.rank == 0:
     for record in sent:
