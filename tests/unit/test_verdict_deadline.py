@@ -1,11 +1,11 @@
-"""An abort that a member never acknowledges: it is held for lost, and nothing else of the job is."""
+"""A verdict that a member never acknowledges: it is held for lost, and nothing else of the job is."""
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from one_move import LEAVERS, MEMBERS, STAYERS
+from one_move import JOINERS, LEAVERS, MEMBERS, STAYERS
 from test_takeover import Side, Two
 
 from migration.move import Report
@@ -30,6 +30,21 @@ def abort_without(run: Path, silent: int, **options: Any) -> Two:
     return two
 
 
+def commit_without(run: Path, silent: int, **options: Any) -> Two:
+    """The same of a commit."""
+    two = Two(run, switch_deadline_s=WAIT_S, **options)
+    two.to_switching()
+    two.first.report(Report.VERIFIED)
+    two.settle()
+    two.first.report(Report.ACKNOWLEDGED, [rank for rank in MEMBERS if rank != silent])
+    assert two.first.tally.phase is Phase.COMMITTED and two.first.tally.waiting == [silent]
+    two.first.tick(WAIT_S / 2)
+    assert two.first.tally.phase is Phase.COMMITTED and not two.first.tally.roster.lost
+    two.first.tick(WAIT_S)
+    two.settle()
+    return two
+
+
 def outcome(side: Side) -> tuple[Phase, int, set[int]]:
     return side.tally.phase, side.tally.generation, set(side.tally.roster.lost)
 
@@ -47,7 +62,7 @@ def test_a_slot_s_process_that_does_not_acknowledge_is_replaced(tmp_path: Path) 
     first = abort_without(tmp_path, HOLDER).first
     assert outcome(first) == (Phase.RECOVERING, 1, {HOLDER})
     (record,) = first.controller._record.recoveries
-    assert record["lost"] == [HOLDER] and "doesn't acknowledge the abort" in record["why"]
+    assert record["lost"] == [HOLDER] and "the acknowledgement of the abort took longer than 20 s, and its own" in record["why"]
     assert set(first.tally.roster.holders) > {*LEAVERS} and HOLDER not in first.tally.roster.holders
 
 
@@ -67,3 +82,29 @@ def test_who_acknowledges_in_time_is_kept(tmp_path: Path, silent: int) -> None:
     two.first.report(Report.ACKNOWLEDGED, [silent])
     two.first.tick(2 * WAIT_S)
     assert outcome(two.first) == (Phase.TRAINING, 0, set())
+
+
+def test_a_joiner_that_does_not_acknowledge_the_commit_has_taken_nothing_over(tmp_path: Path) -> None:
+    first = commit_without(tmp_path, JOINERS[0]).first
+    assert outcome(first) == (Phase.RECOVERING, 2, {JOINERS[0]}), "the commit was generation 1"
+    (record,) = first.controller._record.recoveries
+    assert record["lost"] == [JOINERS[0]] and record["slots"] == []
+    assert "the acknowledgement of the commit took longer than 20 s, and its own is missing" in record["why"]
+    assert first.tally.roster.holders == (*STAYERS, *LEAVERS)
+    assert not first.controller._ended
+
+
+def test_a_stayer_that_does_not_acknowledge_the_commit_is_replaced(tmp_path: Path) -> None:
+    first = commit_without(tmp_path, HOLDER).first
+    assert outcome(first) == (Phase.RECOVERING, 2, {HOLDER}) and HOLDER not in first.tally.roster.holders
+
+
+def test_a_leaver_that_does_not_acknowledge_the_commit_is_a_lost_spare(tmp_path: Path) -> None:
+    first = commit_without(tmp_path, LEAVERS[0]).first
+    assert outcome(first) == (Phase.TRAINING, 1, {LEAVERS[0]}) and not first.take("RECOVER")
+    assert first.tally.roster.holders == (*STAYERS, *JOINERS)
+
+
+def test_a_commit_without_recovery_ends_the_job(tmp_path: Path) -> None:
+    first = commit_without(tmp_path, HOLDER, recover="off").first
+    assert first.controller._ended and f"world rank {HOLDER} on a is lost" in first.controller._verdict["error"]
