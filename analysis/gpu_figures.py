@@ -81,6 +81,8 @@ def _memory_figures(rows: Sequence[dict[str, Any]], num_groups: int, at_most: fl
     """Of a process's first preparation, in which CUDA also takes memory for more streams at once than there ever were,
     about 1 MiB a group, and keeps it; and of those after it, which are what communicators take."""
     per_group = [[row["device_bytes"] / num_groups / MIB for row in rank["rounds"]] for rank in rows]
+    if not all(per_group):
+        return []
     later = [value for values in per_group for value in values[1:]]
     figures = [Figure(name="stage 1, device memory a group, first preparation",
                       value=max(values[0] for values in per_group), unit="MiB", at_most=None if later else at_most)]

@@ -29,18 +29,22 @@ class Bell:
         for descriptor in (self._socket.fileno(), self._event):
             self._poll.register(descriptor, select.POLLIN)
         self.peers: list[tuple[str, int]] = []  # by rank: address, empty if there is none, and port
-        self.is_heard = False  # whether any datagram has ever come
+        self._near = ""  # the address from which a datagram proves nothing
+        self.is_heard = False  # whether one has ever come, from another machine if there are several
 
     @property
     def hello(self) -> dict[str, Any]:
         return {"bell": self._socket.getsockname()[1]}
 
-    def meet(self, hellos: Sequence[Mapping[str, Any]]) -> None:
-        """`hellos`: of all ranks, with their address, where they have one."""
-        addresses = [hello.get("address", "") for hello in hellos]
-        one_machine = len(set(addresses)) == 1
-        self.peers = [("127.0.0.1" if one_machine else _resolve(address), hello["bell"])
-                      for address, hello in zip(addresses, hellos, strict=True)]
+    def meet(self, hellos: Sequence[Mapping[str, Any]], rank: int) -> None:
+        """`hellos`: of all ranks, with their address, where they have one. Rings one on another machine, if there is
+        one, so that everybody soon knows whether datagrams come through."""
+        names = [hello.get("address", "") for hello in hellos]
+        one_machine = len(set(names)) == 1
+        found = {name: "127.0.0.1" if one_machine else _resolve(name) for name in set(names)}
+        self.peers = [(found[name], hello["bell"]) for name, hello in zip(names, hellos, strict=True)]
+        self._near = "" if one_machine else found[names[rank]]
+        self.ring((rank + (1 if one_machine else names.count(names[rank]))) % len(names))
 
     def ring(self, rank: int) -> None:
         """At another process. Never waits, never fails: who isn't rung polls."""
@@ -66,9 +70,9 @@ class Bell:
         num_rung = 0
         with contextlib.suppress(OSError):  # nothing is left
             while num_rung < _DRAINED:
-                self._socket.recv(1)
+                source = self._socket.recvfrom(1)[1][0]
+                self.is_heard |= source != self._near
                 num_rung += 1
-        self.is_heard |= num_rung > 0
         return num_rung > 0
 
 

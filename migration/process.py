@@ -161,6 +161,7 @@ class Process(SlotWork):
 
     def begin_anew(self) -> None:
         """The training thread, out of all that it was at: what it held goes. Its slot may be another now, or none."""
+        self.world.urgent = False  # of a move that is over
         with self.timeline.span("leave", "RECOVERING") as span:
             self.member.begin_anew()
             self._recording.drop()

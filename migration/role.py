@@ -61,7 +61,8 @@ class Role:
             return  # to a controller that has just handed its role over
         self._deputy.hear(record, time.monotonic())
         if record["kind"] == "HURRY":
-            self._world.urgent = self._world.hurried = True
+            self._world.urgent = True
+            self._world.hurry(True)
         else:
             self._member.on_record(record)
 
@@ -73,7 +74,7 @@ class Role:
         num_moves = self._deputy.keep(record, time.monotonic())
         self._world.send(record["from"], {"kind": "KEPT", "from": self._world.rank, "number": record["number"],
                                           "num_moves": num_moves})
-        self._world.hurried = False
+        self._world.hurry(False)
         if self._member.part is None:
             self._world.urgent = False
 

@@ -26,7 +26,7 @@ def switch(member: Member, part: Part, job: Job, arrived_s: float) -> bool:
 
     Collective over the members of the move.
     """
-    member.world.urgent = True  # only now: polling fast while everybody still trains would slow them down
+    member.world.urgent = True  # only now: to be rung, or to poll fast, while all still train would slow them down
     member.tell("ARRIVED", move=part.number)
     num_bytes = 0
     if part.role == "leaver":

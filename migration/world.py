@@ -1,7 +1,7 @@
 """The control thread, and with it MPI: how it comes up, and the records that go through it. No other file speaks MPI.
 
 The control thread imports MPI and makes every call to it; other threads hand it records. MPI's blocking waits spin, so
-it polls: a posted receive, a test, a short sleep. Collectives only at the start; afterwards small records from process
+it polls: a posted receive, a test, a short wait. Collectives only at the start; afterwards small records from process
 to process, sent without waiting, because a process that is gone never receives.
 
 Knows nothing of slots, moves or torch. Rules that keep both MPICH and Open MPI usable: no MPI_Finalize (it waits for
@@ -32,7 +32,8 @@ POLL_S = 0.005
 # In the pause of a move whoever is sent a record is rung: it polls at once, and a moment later, for the record may be
 # slower than the datagram. A long record takes several turns of both sides, which poll often then, and so does everybody
 # where no datagram gets through.
-URGENT_POLL_S, RUNG_POLL_S, RUNG_S = 0.0005, 0.001, 0.001
+URGENT_POLL_S, RUNG_POLL_S = 0.0005, 0.001
+_HURRY_S = 5.0
 _TAG = 7
 
 Record = dict[str, Any]
@@ -68,7 +69,7 @@ class World:
         self._ready, self._going = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
         self.urgent = False   # a member waits at a boundary: what this process sends, it rings for
-        self.hurried = False  # a long record is on its way to this process
+        self._hurries_until_s = 0.0
 
     def start(self, hello: Callable[[int, int], dict[str, Any]], timeout_s: float = _START_TIMEOUT_S) -> None:
         """Bring MPI up. Collective over the world: everybody's `hello(rank, size)` is in `hellos` afterwards.
@@ -100,6 +101,10 @@ class World:
         else:
             self._outbox.put((world_rank, record, self.urgent))
         self._bell.wake()
+
+    def hurry(self, soon: bool) -> None:
+        """Whether a long record will soon come: then this process polls often for it, for some seconds at most."""
+        self._hurries_until_s = time.monotonic() + _HURRY_S if soon else 0.0
 
     def abort(self) -> None:
         """The last resort, before records flow: MPI ends every process of the world.
@@ -160,8 +165,7 @@ class World:
         wrong = [h["error"] for h in self.hellos if "error" in h]
         if wrong:
             raise UserError(wrong[0])
-        self._bell.meet(self.hellos)
-        self._bell.ring((self.rank + 1) % self.size)  # so that the next one knows that it hears
+        self._bell.meet(self.hellos, self.rank)
         self._status = MPI.Status()
         self._buffer = bytearray(_MESSAGE_BYTES)
         self._begun: dict[int, bytes] = {}  # by sender, a record of which only the first messages have come
@@ -174,16 +178,15 @@ class World:
         assert self._handlers is not None
         on_record, on_tick = self._handlers
         sending: list[tuple[int, Any, bytes]] = []
-        rung_s = 0.0
+        rung = False
         while True:
             for record in self._received():
                 on_record(record)
             on_tick(time.monotonic())
             sending = [s for s in sending + self._start_sends() if not self._is_done(s[1])]
-            hurries = self.hurried or (self.urgent and (sending or not self._bell.is_heard))
-            is_rung = time.monotonic() - rung_s < RUNG_S
-            if self._bell.wait(URGENT_POLL_S if hurries else RUNG_POLL_S if is_rung else POLL_S):
-                rung_s = time.monotonic()
+            hurries = (time.monotonic() < self._hurries_until_s
+                       or (self.urgent and (sending or not self._bell.is_heard)))
+            rung = self._bell.wait(URGENT_POLL_S if hurries else RUNG_POLL_S if rung else POLL_S)
 
     def _received(self) -> list[Record]:
         found = []

@@ -17,8 +17,11 @@ LONG_S = 20.0  # no wait here is so long unless something is wrong
 def bells() -> list[Bell]:
     """Two that know each other."""
     found = [Bell(), Bell()]
-    for bell in found:
-        bell.meet([other.hello for other in found])
+    for rank, bell in enumerate(found):
+        bell.meet([other.hello for other in found], rank)
+    for bell in found:  # each has been rung by the other one
+        assert bell.wait(LONG_S) and bell.is_heard
+        bell.is_heard = False
     return found
 
 
@@ -49,7 +52,7 @@ def test_what_came_before_the_wait_ends_it(bells: list[Bell]) -> None:
 
 def test_whoever_is_gone_is_rung_in_vain(bells: list[Bell]) -> None:
     gone = Bell()
-    bells[0].meet([bells[0].hello, gone.hello])
+    bells[0].meet([bells[0].hello, gone.hello], 0)
     gone._socket.close()
     bells[0].ring(1)
     bells[0].ring(1)
@@ -63,13 +66,29 @@ def test_a_stranger_costs_a_poll(bells: list[Bell]) -> None:
     assert not bells[0].wait(0.001)
 
 
+def test_among_several_machines_the_own_one_proves_nothing() -> None:
+    """127.0.0.2 stands for another machine: the loopback has many addresses."""
+    own, beside, far = (Bell() for _ in range(3))
+    far._socket.close()
+    far._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    far._socket.bind(("127.0.0.2", 0))
+    hellos = [{**bell.hello, "address": address} for bell, address in
+              ((own, "127.0.0.1"), (beside, "127.0.0.1"), (far, "127.0.0.2"))]
+    own.meet(hellos, 0)
+    assert far._socket.recv(1), "it rings on the other machine at once"
+    beside.meet(hellos, 1)  # rings own, which is the next but one
+    assert own.wait(LONG_S) and not own.is_heard
+    far.meet(hellos, 2)  # rings own too
+    assert own.wait(LONG_S) and own.is_heard
+
+
 @pytest.mark.parametrize("addresses, expected", [
     (["10.0.0.1", "10.0.0.1"], ["127.0.0.1", "127.0.0.1"]), (["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"]),
     (["localhost", "no such name"], ["127.0.0.1", ""])])
 def test_addresses(bells: list[Bell], addresses: list[str], expected: list[str]) -> None:
     """Names are asked for once; on one machine its address isn't used, which may be shut off."""
     hellos: list[dict[str, Any]] = [{"address": address, "bell": 7} for address in addresses]
-    bells[0].meet(hellos)
+    bells[0].meet(hellos, 0)
     assert bells[0].peers == [(address, 7) for address in expected]
     if "" in expected:
         bells[0].ring(1)  # nowhere, and nothing happens
