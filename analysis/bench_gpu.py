@@ -170,8 +170,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
                         help="of the jobs of moves and m24")
     parser.add_argument("--arms", type=names_of(ARMS), default=list(ARMS), help=f"moves: some of {', '.join(ARMS)}")
     parser.add_argument("--iterations", type=int, default=120, help="moves: of each run (default: %(default)s)")
-    parser.add_argument("--m24-iterations", type=int, default=20, help="m24: 9 s each on an H200, 16 of them before the "
-                        "switch when connected ahead (default: %(default)s)")
+    parser.add_argument("--m24-iterations", type=int, default=20, help="m24: 9 s each on an H200, 16 of them before "
+                        "the switch when connected ahead (default: %(default)s)")
     parser.add_argument("--m24-connect", choices=("ahead", "pause"), default="ahead")
     parser.add_argument("--twin", action="store_true", help="m24: an undisturbed run too")
     parser.add_argument("--repeats", type=int, default=10, help="host, state: (default: %(default)s)")

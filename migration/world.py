@@ -30,8 +30,8 @@ _START_TIMEOUT_S = 600.0  # for everybody to come up: nodes boot and file system
 _ABORT_S = 5.0
 POLL_S = 0.005
 # In the pause of a move whoever is sent a record is rung: it polls at once, and a moment later, for the record may be
-# slower than the datagram. A long record takes several turns of both sides, which poll often then, and so does everybody
-# where no datagram gets through.
+# slower than the datagram. A long record takes several turns of both sides, which poll often then, and so do all where no
+# datagram gets through.
 URGENT_POLL_S, RUNG_POLL_S = 0.0005, 0.001
 _HURRY_S = 5.0
 _TAG = 7

@@ -88,7 +88,7 @@ def _rounds(own: Rank, num_rounds: int, one: Callable[[str, Busy], None]) -> dic
     early, late = rows[num_rounds // 4], rows[-1]
     slack = {"device_mib": 16 * own.world, "threads": 1, "descriptors": 2, "resident_mib": RESIDENT_MIB}
     grown = {name: late[name] - early[name] for name in slack if late[name] - early[name] > slack[name]}
-    assert not grown, f"in {num_rounds - num_rounds // 4 - 1} rounds grew {grown}; descriptors by kind: {early} -> {late}"
+    assert not grown, f"in {num_rounds - num_rounds // 4 - 1} rounds grew {grown}: {early} -> {late}"
     return {"early": early, "late": late}
 
 

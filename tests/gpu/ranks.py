@@ -1,4 +1,6 @@
-"""Starts a body of bodies.py, closing_bodies.py or parking_bodies.py in several ranks on the GPUs of this machine. Imports no torch.
+"""Starts a body of bodies.py, closing_bodies.py or parking_bodies.py in several ranks on this machine's GPUs.
+
+Imports no torch.
 
 See analysis/ranks.py, which does the work.
 """
