@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from migration.whereabouts import addresses, own_address
+
 _DRAINED = 64  # datagrams at a time
 
 
@@ -34,15 +36,15 @@ class Bell:
 
     @property
     def hello(self) -> dict[str, Any]:
-        return {"bell": self._socket.getsockname()[1]}
+        return {"address": own_address(), "bell": self._socket.getsockname()[1]}
 
     def meet(self, hellos: Sequence[Mapping[str, Any]], rank: int) -> None:
-        """`hellos`: of all ranks, with their address, where they have one. Rings one on another machine, if there is
-        one, so that everybody soon knows whether datagrams come through."""
-        names = [hello.get("address", "") for hello in hellos]
-        one_machine = len(set(names)) == 1
-        found = {name: "127.0.0.1" if one_machine else _resolve(name) for name in set(names)}
+        """`hellos`: of all ranks. Rings one on another machine, if there is one, so that everybody soon knows whether
+        datagrams come through."""
+        names = addresses(hellos)
+        found = {name: _resolve(name) for name in set(names)}
         self.peers = [(found[name], hello["bell"]) for name, hello in zip(names, hellos, strict=True)]
+        one_machine = len(found) == 1
         self._near = "" if one_machine else found[names[rank]]
         self.ring((rank + (1 if one_machine else names.count(names[rank]))) % len(names))
 
@@ -79,6 +81,6 @@ class Bell:
 def _resolve(address: str) -> str:
     """Once, since asking a name server may take seconds."""
     try:
-        return socket.gethostbyname(address) if address else ""
+        return socket.gethostbyname(address)
     except OSError:
         return ""

@@ -21,7 +21,7 @@ from migration.options import Options
 from migration.plan import check_moves, initial_roster
 from migration.roster import Roster
 from migration.versions import CODE_ROOT, collect_versions, describe_other_code
-from migration.whereabouts import own_address, own_host
+from migration.whereabouts import addresses, own_host
 from migration.world import World
 
 
@@ -57,7 +57,7 @@ def bring_up(world: World, config: Config, options: Options) -> Started:
             claimed.append(Path(options.run))
         return {"start": asdict(start), "checkpoints": options.checkpoints,
                 "host": own_host(rank, size, list(options.hosts)), "machine": socket.gethostname(),
-                "address": own_address(), "node": os.environ.get("SLURMD_NODENAME", ""),
+                "node": os.environ.get("SLURMD_NODENAME", ""),
                 "run": options.run, "data": found[0].source.digest,
                 "versions": {**collect_versions(), "NCCL variables": describe_pins(os.environ)},
                 "root": str(CODE_ROOT)}
@@ -71,11 +71,10 @@ def bring_up(world: World, config: Config, options: Options) -> Started:
         for path in claimed:
             (path / "log").rmdir()  # nothing is in it: the folder may be named again
         raise
-    one_machine = len({h["address"] for h in world.hellos}) == 1
     first = world.hellos[0]
     return Started(options=dataclasses.replace(options, run=first["run"], checkpoints=first["checkpoints"]),
                    samples=found[0], roster=roster, start=Start(**first["start"]),
-                   address="127.0.0.1" if one_machine else first["address"],
+                   address=addresses(world.hellos)[0],
                    slurm_job=_watched_job(world, options))
 
 

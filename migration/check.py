@@ -29,7 +29,7 @@ from migration.placement import take_gpu
 from migration.plan import spread_hosts
 from migration.profiles import DEFAULT_PROFILE, get_profile
 from migration.versions import collect_versions
-from migration.whereabouts import own_address, own_host
+from migration.whereabouts import addresses, own_host
 from migration.world import Record, World
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def check_process(argv: list[str]) -> int:
             digest = Samples(open_source(config.data, config.vocab_size), config.seq_length, config.seed).source.digest
         except UserError as error:
             problem = str(error)
-        return {"host": own_host(rank, size, args.hosts), "machine": socket.gethostname(), "address": own_address(),
+        return {"host": own_host(rank, size, args.hosts), "machine": socket.gethostname(),
                 "versions": collect_versions(), "data": digest, "data_problem": problem}
 
     world.start(hello)
@@ -190,8 +190,7 @@ class Checker:
         return step["code"]
 
     def _address(self) -> str:
-        addresses = {h["address"] for h in self._world.hellos}
-        return "127.0.0.1" if len(addresses) == 1 else self._world.hellos[0]["address"]
+        return addresses(self._world.hellos)[0]
 
     def _device(self, _step: Record) -> dict[str, Any]:
         """Everything that a run imports, then the device as a run takes it."""

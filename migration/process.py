@@ -34,6 +34,7 @@ from migration.roster import Roster
 from migration.slot_recording import SlotRecording
 from migration.slot_work import SlotWork
 from migration.timeline import Clock, Timeline
+from migration.whereabouts import addresses
 from migration.world import World
 
 _ANSWER_S = 30.0  # for the controller to look who else is lost, and to decide
@@ -156,8 +157,7 @@ class Process(SlotWork):
 
     def _address(self) -> str:
         """Where other processes of the run reach this one."""
-        one_machine = self._started.address == "127.0.0.1"
-        return "127.0.0.1" if one_machine else self.world.hellos[self.world.rank]["address"]
+        return addresses(self.world.hellos)[self.world.rank]
 
     def begin_anew(self) -> None:
         """The training thread, out of all that it was at: what it held goes. Its slot may be another now, or none."""

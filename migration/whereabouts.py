@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from migration.plan import spread_hosts
 
@@ -29,3 +31,10 @@ def own_address() -> str:
     except socket.gaierror:
         found = []
     return next((a for a in found if not a.startswith("127.")), "127.0.0.1")
+
+
+def addresses(hellos: Sequence[Mapping[str, Any]]) -> list[str]:
+    """At which address the others reach each rank. `hellos`: of all, with their `address`; on one machine it isn't
+    used, for it may be shut off."""
+    found = [hello["address"] for hello in hellos]
+    return ["127.0.0.1"] * len(found) if len(set(found)) == 1 else found
