@@ -86,8 +86,10 @@ def _memory_figures(rows: Sequence[dict[str, Any]], num_groups: int, at_most: fl
     later = [value for values in per_group for value in values[1:]]
     figures = [Figure(name="stage 1, device memory a group, first preparation",
                       value=max(values[0] for values in per_group), unit="MiB", at_most=None if later else at_most)]
-    return figures + [Figure(name="stage 1, device memory a group, later ones, median", value=float(np.median(later)),
-                             unit="MiB", at_most=at_most)] if later else figures
+    if later:
+        figures.append(Figure(name="stage 1, device memory a group, later ones, median",
+                              value=float(np.median(later)), unit="MiB", at_most=at_most))
+    return figures
 
 
 def job_times(rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:

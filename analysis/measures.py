@@ -80,14 +80,16 @@ def compute_run(run: Run) -> RunFigures:
 
 
 def job_iterations(run: Run) -> np.ndarray:
-    """One row an iteration, job-wide: time_s, pause_s before it, longest_s with it, disturbed (see find_disturbed)."""
+    """One row an iteration, job-wide: time_s, pause_s before it, longest_s with it, end_s on the last slot, disturbed
+    (see find_disturbed)."""
     rows = run.iterations
     numbers, index = np.unique(rows["iteration"], return_inverse=True)
     times = np.zeros(len(numbers), [("iteration", "i8"), ("time_s", "f8"), ("pause_s", "f8"), ("longest_s", "f8"),
-                                    ("disturbed", "?")])
+                                    ("end_s", "f8"), ("disturbed", "?")])
     times["iteration"] = numbers
     np.maximum.at(times["time_s"], index, rows["time_s"])
     np.maximum.at(times["longest_s"], index, rows["time_s"] + rows["boundary_s"])
+    np.maximum.at(times["end_s"], index, rows["start_s"] + rows["time_s"])
     np.maximum.at(times["pause_s"], index, rows["boundary_s"])
     np.logical_or.at(times["disturbed"], index, find_disturbed(run))
     return times

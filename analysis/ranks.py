@@ -44,14 +44,14 @@ class Rank:
     overlay: overlay.Overlay | None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def barrier(self, name: str) -> None:
-        """All ranks, on the host only. A name serves once."""
+    def barrier(self, name: str, poll_s: float = 0.005) -> None:
+        """All ranks, on the host only. A name serves once. `poll_s`: how far apart they may go on."""
         self.store.add(f"barrier/{name}", 1)
         ends_s = time.monotonic() + STORE_TIMEOUT_S
         while self.store.add(f"barrier/{name}", 0) < self.world:
             if time.monotonic() > ends_s:
                 raise TimeoutError(f"barrier {name}: not all ranks came")
-            time.sleep(0.0002)  # what is timed after it begins on all ranks at once
+            time.sleep(poll_s)
 
 
 def run_ranks(function: str, *, world: int, hosts: str, device: str = "cuda", timeout_s: float = 150.0,

@@ -47,7 +47,10 @@ class Speed:
 def compute_speed(run: Run, num_moves: int, every: int) -> Speed:
     """Raises UserError unless all moves were committed, and where no iteration was undisturbed."""
     moves = committed_moves(run, num_moves)
-    times, lasted_s = job_iterations(run)[1:], _job_wide_s(run)  # the first warms up
+    times = job_iterations(run)
+    # From the end of the one before it to its own, so that nothing falls between two, not even where no process has
+    # logged the whole iteration: a joiner's begins at the cut. The first warms up.
+    lasted_s, times = np.diff(times["end_s"]), times[1:]
     switched = np.array([move.iteration for move in moves if move.iteration is not None])
     cuts = switched - 1  # of an arm that cuts, the pause lies in the iteration before
     after = np.isin(times["iteration"], [at + turn for at in switched for turn in range(1, _TURNS + 1)])
@@ -66,18 +69,6 @@ def compute_speed(run: Run, num_moves: int, every: int) -> Speed:
                  num_undisturbed=int(free.sum()), undisturbed_s=usual_s, wall_s=wall_s, preparing_s=lost(beside),
                  pause_s=lost(paused), after_s=lost(after), downtime_s=sum(move.downtime_s or 0.0 for move in moves),
                  efficiency=usual_s * len(times) / wall_s)
-
-
-def _job_wide_s(run: Run) -> np.ndarray:
-    """Of each iteration but the first: from the end of the one before it, on the last slot, to its own.
-
-    So nothing falls between two, not even where no process has the whole iteration: a joiner's begins at the cut.
-    """
-    rows = run.iterations
-    numbers, index = np.unique(rows["iteration"], return_inverse=True)
-    ends_s = np.full(len(numbers), -np.inf)
-    np.maximum.at(ends_s, index, rows["start_s"] + rows["time_s"])
-    return np.diff(ends_s)
 
 
 def format_speed(found: Speed) -> str:
