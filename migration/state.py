@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ class State:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for named in self.tensors.values() for t in named.values())
+        return sum(num_bytes(named.values()) for named in self.tensors.values())
 
     def manifest(self) -> dict[str, Any]:
         """Names, dtypes and shapes: what both sides must agree on before a byte is sent."""
@@ -86,6 +87,11 @@ def digests(state: State) -> dict[str, str]:
 def combined(by_kind: dict[str, str]) -> str:
     """One digest of all kinds."""
     return hashlib.sha256(json.dumps(by_kind, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all of them together."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

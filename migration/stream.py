@@ -20,6 +20,7 @@ from migration import internals
 from migration.communicators.base import Communicator
 from migration.errors import DeadlineExpired, MoveFailed
 from migration.gradients import Parts
+from migration.state import num_bytes
 from migration.state_kinds import KINDS
 from migration.transfer import CHUNK_BYTES, chunks, patience_s, send_tensors
 from migration.wire import Wire
@@ -42,7 +43,7 @@ class Batch:
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+        return num_bytes(self.tensors)
 
 
 def build_batches(job: Job, omit: frozenset[str]) -> list[Batch]:
@@ -55,7 +56,7 @@ def build_batches(job: Job, omit: frozenset[str]) -> list[Batch]:
         own = [parameter.data] if "main_parameters" not in omit else []
         own += [moments["exp_avg"], moments["exp_avg_sq"]] if "moments" not in omit else []
         tensors += own
-        size += sum(t.numel() * t.element_size() for t in own)
+        size += num_bytes(own)
         if size >= batch_bytes or i + 1 == len(states):
             steps = tuple(moments["step"] for _, _, moments in states[first:i + 1])
             batches.append(Batch(end=i + 1, tensors=tuple(tensors), steps=steps))

@@ -13,7 +13,7 @@ import torch
 
 from migration.communicators.base import Communicator
 from migration.errors import DeadlineExpired, StateMismatch
-from migration.state import State, as_bytes
+from migration.state import State, as_bytes, num_bytes
 from migration.wire import Message, Wire
 
 LEAVER, JOINER = 0, 1  # group ranks of a pair
@@ -33,10 +33,6 @@ def chunks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         flat = as_bytes(tensor)
         for i in range(0, flat.numel(), CHUNK_BYTES):
             yield flat[i:i + CHUNK_BYTES]
-
-
-def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def send_tensors(pair: Communicator, tensors: Iterable[torch.Tensor], timeout_s: float | None = None) -> int:

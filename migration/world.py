@@ -33,7 +33,7 @@ POLL_S = 0.005
 # slower than the datagram. A long record takes several turns of both sides, which poll often then, and so do all where no
 # datagram gets through.
 URGENT_POLL_S, RUNG_POLL_S = 0.0005, 0.001
-_HURRY_S = 5.0
+_HURRY_S = 5.0  # longer than any pause with nothing to connect; afterwards a long record is only slower
 _TAG = 7
 
 Record = dict[str, Any]

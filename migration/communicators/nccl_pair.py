@@ -73,12 +73,15 @@ class PairGroup:
         rest, num_bytes = iter(tensors), 0
         with self._bare.issuing:
             while launched := list(itertools.islice(rest, LAUNCHED)):
+                self._check(launched, what)
                 with group(self._bare.raw):
                     for tensor in launched:
-                        if not tensor.is_contiguous() or tensor.device != self._device:
-                            raise ValueError(f"{self._bare.name}: {what} needs contiguous tensors on {self._device}")
                         call(tensor.data_ptr(), tensor.nbytes, DataType.UINT8, peer, stream)
                         num_bytes += tensor.nbytes
         ends_s = time.monotonic() + timeout_s
         return PairWork(lambda: wait_for_stream(self._bare, self._device, ends_s, f"{what} of {num_bytes} bytes",
                                                 self._abort))
+
+    def _check(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+        if not all(tensor.is_contiguous() and tensor.device == self._device for tensor in tensors):
+            raise ValueError(f"{self._bare.name}: {what} needs contiguous tensors on {self._device}")
