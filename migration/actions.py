@@ -62,7 +62,7 @@ class Actions(ControllerBase):
 
     def _send_prepare(self) -> None:
         self._watch.set_deadline(self.options.prepare_deadline_s, "preparation")
-        self._unconnected, self._may_be_closed, self._prepared = set(), False, {}
+        self._unconnected, self._cramped, self._may_be_closed, self._prepared = set(), set(), False, {}
         self._start_store(self._tell_to_prepare)
 
     def _tell_to_prepare(self) -> None:
@@ -92,21 +92,21 @@ class Actions(ControllerBase):
         last, arm = self.options.last_iteration(self.config.iterations) - 1, self._current.arm
         before = self._tally.position
         furthest = max(self._positions.get(r, 0) for r in self._tally.roster.holders)
-        per_boundary = connects_per_boundary(len(self._unconnected), connect_s=self._connect_s,
+        ahead = self._unconnected - self._cramped
+        per_boundary = connects_per_boundary(len(ahead), connect_s=self._connect_s,
                                              iteration_s=median(self._times_s or (0.0,)))
         hold = self._current.hold
         if hold is not None and before is None and arm.last_position(hold) >= furthest:
             position = arm.last_position(hold)
         else:
-            position = min(max(furthest + 2 - (-len(self._unconnected) // per_boundary), self._current.earliest), last)
+            position = min(max(furthest + 2 - (-len(ahead) // per_boundary), self._current.earliest), last)
             hold = self._schedule.next_hold(furthest)
             position = position if hold is None else min(position, arm.last_position(hold))
         if before is not None and position <= before:
             self._take_event(Event.JOB_ENDED, "training ends before the move could take effect")
             return
         self._watch.set_deadline(self.options.switch_deadline_s, "agreeing on the position")
-        connects = [] if arm.stops_first else spread_connects(self._unconnected, furthest + 2, position,
-                                                                  per_boundary)
+        connects = [] if arm.stops_first else spread_connects(ahead, furthest + 2, position, per_boundary)
         first_stop = min([arm.stop(position), *(boundary(at) for _, at in connects if at != position)])
         self._tally.propose(position, first_stop)
         self._to_members("PROPOSE", position=position, connects=connects)

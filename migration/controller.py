@@ -121,6 +121,7 @@ class Controller(Takeover, Answering):
         self._positions[member] = max(self._positions.get(member, -1), position)
         if self._move is not None and record["move"] == self._tally.number:
             self._unconnected.update(record.get("connect", ()))
+            self._cramped.update(record.get("cramped", ()))
             self._connect_s = max(self._connect_s, record.get("connect_s", 0.0))
             self._move.take(report, record, self.timeline.clock())
             slot = self._tally.roster.slot_of(member)

@@ -56,7 +56,8 @@ class ControllerBase:
         self._warm_roles: dict[int, frozenset[str]] = {}  # by world rank: pipeline roles that its process has run
         self._may_be_closed = False  # old communicators of the move under way: members were told to make room
         self._finished: set[int] = set()
-        self._unconnected: set[str] = set()  # prepared groups of the move under way that can be connected ahead
+        self._unconnected: set[str] = set()  # prepared groups of the move under way that may be connected ahead
+        self._cramped: set[str] = set()  # those of them for which a member lacks the memory
         self._prepared: dict[int, tuple[int, int]] = {}  # by world rank: groups prepared, of how many
         self._connect_s = 0.0  # what connecting a group took before, at the slowest member
         self._times_s: deque[float] = deque(maxlen=5)  # of the last iterations

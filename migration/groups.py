@@ -71,7 +71,8 @@ class Groups(NextGeneration):
     def room(self, slots: Iterable[int]) -> str:
         """How this process's old communicators make room, by the weakest: lazy, parked, or empty if none has to."""
         old = {h.name: self._live[h.name] for h in self._old(slots)}  # a leaver's know what the others do
-        switches = {communicator.switch for communicator in {**old, **self._next}.values()}
+        alone = self.within(slots)
+        switches = {communicator.switch for name, communicator in {**old, **self._next}.items() if name not in alone}
         return next((switch for switch in ("lazy", "parked") if switch in switches), "")
 
     # Parking, resuming, rebuilding and activating are each one sweep over the groups in the order of `touched`, and the
@@ -87,11 +88,12 @@ class Groups(NextGeneration):
     def park(self, slots: Iterable[int]) -> str:
         """At the boundary, on the leaver too: old communicators make room, as their policy says. Returns their probes.
 
-        Collective over each touched group, where it parks. Their handles refuse everything until `adopt` or `resume`.
+        Those of leavers only stay as they are: in none of their processes comes a new one. Collective over each other
+        touched group, where it parks. The handles of these refuse everything until `adopt` or `resume`.
         """
-        handles = self._old(slots)
+        handles, alone = self._old(slots), self.within(slots)
         old = join_probes((self._live[handle.name] for handle in handles), when_prepared=False)
-        for handle in handles:
+        for handle in [handle for handle in handles if handle.name not in alone]:
             communicator = self._live[handle.name]
             if handle.name in self._next:
                 communicator.switch = self._next[handle.name].switch  # a leaver's was learned
@@ -106,7 +108,7 @@ class Groups(NextGeneration):
         Returns the probe digests of those that aren't probed when prepared; empty if there are none.
         """
         for communicator in self._next.values():
-            self._activate(communicator)
+            communicator.activate_and_probe(self.device)
         return join_probes(self._in_order(), when_prepared=False)
 
     def adopt(self) -> tuple[int, int]:

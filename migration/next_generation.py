@@ -94,7 +94,7 @@ class NextGeneration(Handles):
                     raise MoveFailed(f"group {handle.name}: the old one would have to be closed before the commit "
                                      "(policy lazy): the device lacks memory for a second connected one, and this NCCL "
                                      "can't park (2.30.3 can); free memory, take that NCCL, or --allow-lazy")
-                self._maker.connect_ahead(communicator)
+                self._maker.connect_beside(communicator)
                 if communicator.probes_when_prepared:
                     communicator.probe(self.device)
                 after_each(communicator, len(handles) - 1 - number)
@@ -129,25 +129,25 @@ class NextGeneration(Handles):
         for name in names:
             if name not in self._next or not self._next[name].is_prepared:
                 raise MoveFailed(f"group {name} among the joiners was not prepared; its preparation says why")
-            self._activate(self._next[name])
+            self._next[name].activate_and_probe(self.device)
             found[name] = self._next[name].inner
         return found
 
     @property
     def unconnected(self) -> list[str]:
-        """Names of prepared groups that can be connected ahead of the pause, old and new side by side."""
+        """Names of prepared groups that are still to be connected, and may be ahead of the pause."""
         return [name for name, communicator in self._next.items() if communicator.connects_ahead]
+
+    @property
+    def without_room(self) -> list[str]:
+        """Those of them for which this device lacks the memory now: they wait until the old ones are parked."""
+        return [name for name in self.unconnected if not self._next[name].has_room_ahead]
 
     def connect(self, names: Iterable[str]) -> None:
         """Stage 2 ahead of the pause, by the training thread. Collective over each of these groups."""
         for name in names:
             if name in self._next:
-                self._activate(self._next[name])
-
-    def _activate(self, communicator: Communicator) -> None:
-        communicator.activate()
-        if not communicator.probe_digest:
-            communicator.probe(self.device)
+                self._next[name].connect_ahead(self.device)
 
     # ---- given up
 

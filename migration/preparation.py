@@ -45,7 +45,8 @@ def _run(member: Member, part: Part) -> None:
         if not part.verdict:
             ahead = member.options.connect == "ahead" and not part.arm.stops_first
             member.report(part, Report.PREPARED, [old, new], position=member.position,
-                          connect=member.groups.unconnected if ahead else [], figures=_figures(member, part),
+                          connect=member.groups.unconnected if ahead else [],
+                          cramped=member.groups.without_room if ahead else [], figures=_figures(member, part),
                           connect_s=median_connect_s(member.groups), room=member.groups.room(part.plan.slots))
         if part.sender is not None and member.wait_for(lambda: part.verdict) == "SWITCH":
             leader.finish_stream(member, part)

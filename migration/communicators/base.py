@@ -6,6 +6,7 @@ The life of one, in the words of the project:
 | --- | --- | --- | --- |
 | `prepare` | PREPARING, beside training | the prepare thread | over the members: returns when all have come |
 | `probe` | PREPARING, after `prepare` | the prepare thread | over the members |
+| `connect_ahead` | READY, at a boundary before the pause, where `connects_ahead` | the training thread | over the members |
 | `activate` | at the boundary, before the verdict | the training thread | over the members, where it connects |
 | `park` / `resume` | old one: at the boundary / when the move aborts | the training thread | over the members |
 | `rebuild` | when the move aborts, if `park` had to close it (`lazy`) | the training thread | over the members |
@@ -69,8 +70,26 @@ class Communicator(ABC):
 
     @property
     def connects_ahead(self) -> bool:
-        """Whether `activate` would connect, and may do so before the pause since the old one need not make room."""
+        """Whether there is something to connect, and it may be done before the pause."""
         return False
+
+    @property
+    def has_room_ahead(self) -> bool:
+        """Whether this device has the memory for it now, beside the old ones."""
+        return True
+
+    def connect_ahead(self, device: torch.device) -> None:
+        """Stage 2 ahead of the pause, and `probe`. One that is parked is parked again, so that one at a time takes room.
+
+        By the training thread. Collective over the members.
+        """
+        self.activate_and_probe(device)
+
+    def activate_and_probe(self, device: torch.device) -> None:
+        """`activate`, and `probe` unless that was done. Collective over the members, where it connects."""
+        self.activate()
+        if not self.probe_digest:
+            self.probe(device)
 
     @abstractmethod
     def activate(self) -> None:

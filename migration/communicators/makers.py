@@ -37,7 +37,7 @@ class Maker(ABC):
         """What the prepare thread works in."""
         return contextlib.nullcontext()
 
-    def connect_ahead(self, communicator: Communicator) -> None:
+    def connect_beside(self, communicator: Communicator) -> None:
         """On the prepare thread, after stage 1: connect, where that doesn't wait for the boundary."""
 
     def recover_thread(self) -> None:
@@ -104,7 +104,7 @@ class NcclMaker(Maker):
     def background(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def connect_ahead(self, communicator: Communicator) -> None:
+    def connect_beside(self, communicator: Communicator) -> None:
         if self._connect_in_background and communicator.switch == "connected":
             communicator.connect()
 

@@ -44,6 +44,7 @@ class NcclLife(Communicator):
         self.device, self.library, self.policy = device, library, policy
         self.stage = Stage.NEW
         self._bare = Bare(library, group_rank, len(slots), name)
+        self._has_connected = False  # which stays with it while it is parked
         self._operation_timeout_s = OPERATION_TIMEOUT_S
         self._owner_lock = threading.Lock()  # held while the bare communicator changes its owner
         self._aborting: threading.Thread | None = None
@@ -110,14 +111,13 @@ class NcclLife(Communicator):
                 self._close()
 
     def _close(self) -> None:
-        connected, all_are_there = self.stage is Stage.CONNECTED, False
+        all_are_there = False
         if self.stage is Stage.PARKED:
-            connected = "connect" in self.costs
             try:
                 # NCCL documents no call but this one for a suspended communicator, and freeing it as it is would free
                 # memory that isn't mapped. A peer may be gone.
                 with self.measured("resume"):
-                    self._resume_memory(Stage.PREPARED, self.policy.close_timeout_s)
+                    self._resume_memory(self.policy.close_timeout_s)
                 all_are_there = True
             except RuntimeError:
                 _log.exception("%s: couldn't be resumed to be closed; its memory may be lost", self.name)
@@ -131,7 +131,7 @@ class NcclLife(Communicator):
             joined = all_are_there and self.policy.close_by == "destroy"
             self._free(self._bare.destroy if joined else self._bare.abort)
         else:  # one that was never connected has nothing to flush, so it is freed without its peers
-            self._free(backend_of(inner).shutdown if connected else backend_of(inner).abort)
+            self._free(backend_of(inner).shutdown if self._has_connected else backend_of(inner).abort)
 
     def _free(self, call: Callable[[], None]) -> None:
         worker = threading.Thread(target=call, name=f"close {self.name}", daemon=True)
@@ -147,10 +147,10 @@ class NcclLife(Communicator):
             self._bare.suspend()
         self._become(Stage.PARKED)
 
-    def _resume_memory(self, stage: Stage, timeout_s: float) -> None:
+    def _resume_memory(self, timeout_s: float) -> None:
         with self._deadline(timeout_s, "resuming"):
             self._bare.resume()
-        self._become(stage)
+        self._become(Stage.CONNECTED if self._has_connected else Stage.PREPARED)
 
     # ---- inside
 

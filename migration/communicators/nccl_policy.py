@@ -3,7 +3,8 @@
 | switch | stage 1, beside training | at the boundary | device memory while both live |
 | --- | --- | --- | --- |
 | `connected` | init; then connected, one group a boundary | nothing | a second connected communicator |
-| `parked` | init, suspended | old suspended, new resumed and connected | a few MiB a group |
+| `parked` | init, suspended; then resumed, connected, suspended | old suspended, new resumed | a few MiB a group, and one |
+| | | | connected communicator at a time; without memory for that one new ones are connected at the boundary |
 | `lazy` | init | old destroyed, new connected | an unconnected communicator |
 
 Imports neither torch nor NCCL.

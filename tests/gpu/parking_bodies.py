@@ -13,7 +13,8 @@ from migration.communicators.nccl import NcclCommunicator, Stage
 
 
 def park_and_resume(own: Rank) -> dict[str, Any]:
-    """Old suspended, new resumed and used; then back again, as a move that aborts at the boundary would."""
+    """New connected ahead and suspended, old suspended, new resumed and used; then back again, as a move that aborts at
+    the boundary would."""
     live = ready(own, "live", "parked")
     before_mib = used_mib(own, "before")
     following = make(own, "next", "parked")
@@ -21,10 +22,14 @@ def park_and_resume(own: Rank) -> dict[str, Any]:
     assert following.stage is Stage.PARKED and following._bare.memory_stats().is_suspended
     parked_mib = used_mib(own, "parked") - before_mib
     check_sums(own, live.inner)
+    following.connect_ahead(own.device)
+    assert following.stage is Stage.PARKED and following.inner is None
+    ahead_mib = used_mib(own, "connected and parked") - before_mib
+    check_sums(own, live.inner)
     live.park()
     following.activate()
-    following.probe(own.device)
     check_sums(own, following.inner)
+    assert following.costs["activate"].seconds < following.costs["connect"].seconds, "it is connected already"
     switched_mib = used_mib(own, "switched") - before_mib
     following.park()
     live.resume()
@@ -34,7 +39,7 @@ def park_and_resume(own: Rank) -> dict[str, Any]:
     check_sums(own, live.inner)
     live.close()
     after_mib = used_mib(own, "after") - before_mib
-    return {"parked_mib": parked_mib, "switched_mib": switched_mib, "after_mib": after_mib,
+    return {"parked_mib": parked_mib, "ahead_mib": ahead_mib, "switched_mib": switched_mib, "after_mib": after_mib,
             "costs": costs(following), "live_costs": costs(live)}
 
 

@@ -137,6 +137,33 @@ def test_parked_and_back(fake: FakeNccl, library: Library) -> None:
     assert fake.log[1:] == ["ncclCommSuspend", "ncclCommResume", "connect", "ncclCommSuspend", "ncclCommResume"]
 
 
+def test_a_parked_one_is_connected_ahead_once_and_only_resumed_in_the_pause(fake: FakeNccl, library: Library) -> None:
+    own = prepared(library, "parked")
+    assert own.connects_ahead and own.has_room_ahead
+    own.connect_ahead(DEVICE)
+    own.connect_ahead(DEVICE)
+    assert own.stage is Stage.PARKED and own.inner is None and own.probe_digest == "digest" and not own.connects_ahead
+    assert fake.log[1:] == ["ncclCommSuspend", "ncclCommResume", "connect", "ncclCommSuspend"]
+    own.activate()
+    assert own.stage is Stage.CONNECTED and fake.log[5:] == ["ncclCommResume"]
+    own.close()
+    assert fake.log[-1] == "torch.shutdown"
+    assert list(own.costs) == ["prepare", "unpark", "connect", "repark", "resume", "adopt", "activate", "close"]
+
+
+def test_a_parked_one_that_was_connected_is_freed_with_its_memory(fake: FakeNccl, library: Library) -> None:
+    own = prepared(library, "parked")
+    own.connect_ahead(DEVICE)
+    own.close()
+    assert fake.log[-2:] == ["ncclCommResume", "ncclCommAbort"]
+
+
+def test_without_memory_for_one_more_it_waits_for_the_pause(fake: FakeNccl, library: Library) -> None:
+    own = prepared(library, "parked", connected_bytes=(1 << 30) + 1)
+    assert own.connects_ahead and not own.has_room_ahead
+    assert prepared(library, "connected", connected_bytes=1 << 40).has_room_ahead, "it was chosen with the memory"
+
+
 def test_the_weaker_peer_decides(fake: FakeNccl, library: Library) -> None:
     own = make(library, "parked")
     own.prepare(store_with_peer("lazy"), 20.0)
