@@ -67,18 +67,18 @@ class NextGeneration(Handles):
 
     def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float, *,
                 first: Iterable[str] = (), when_first: Callable[[], None] = lambda: None,
-                after_each: Callable[[Communicator, int], None] = lambda communicator, num_left: None,
-                beside_old: bool = True) -> str:
+                after_each: Callable[[Communicator, int], None] = lambda communicator, num_left: None) -> str:
         """Stage 1: build the next generation's communicators of the groups touched by `slots`, one after the other.
 
         Those named in `first`, which have joiners only, come first, and then `when_first` is called: still one order on
         all members. `after_each` is called with each one that is prepared and the number of those to come.
-        `beside_old`: some member holds an old one of each. Collective over each group. Runs on the prepare thread
-        beside training. Returns the digest of the adversarial reductions on them. Raises RuntimeError when a member
-        doesn't come in `timeout_s` or the move is aborted.
+        Where all members of a group are in `slots`, none of them holds an old one. Collective over each group. Runs on
+        the prepare thread beside training. Returns the digest of the adversarial reductions on them. Raises
+        RuntimeError when a member doesn't come in `timeout_s` or the move is aborted.
         """
         assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"
-        early = set(first)
+        early, slots = set(first), tuple(slots)
+        alone = self.within(slots)
         handles = sorted(self.touched(slots), key=lambda h: h.name not in early)  # stable
         self._closer.hurry()  # what is still to be closed takes the room of what comes now
         with self._maker.background():
@@ -87,10 +87,10 @@ class NextGeneration(Handles):
                 if number == len(early):
                     when_first()
                 communicator = self._maker.make(f"g{generation}/{handle.name}", handle.slots, handle.rank(),
-                                                num_groups=len(handles))
+                                                num_groups=len(handles), beside_old=handle.name not in alone)
                 self._add_next(handle.name, communicator)  # before it is prepared: `abort_next` can end that too
                 communicator.prepare(store, timeout_s)
-                if generation and beside_old and communicator.switch == "lazy" and not self._maker.allow_lazy:
+                if communicator.switch == "lazy" and not self._maker.allow_lazy:
                     raise MoveFailed(f"group {handle.name}: the old one would have to be closed before the commit "
                                      "(policy lazy): the device lacks memory for a second connected one, and this NCCL "
                                      "can't park (2.30.3 can); free memory, take that NCCL, or --allow-lazy")
@@ -114,7 +114,7 @@ class NextGeneration(Handles):
     def _make_solo(self) -> None:
         """Groups of one share one communicator for the life of the process: nobody else is in them."""
         if self._solo is None:
-            self._solo = self._maker.make("solo", (0,), 0, num_groups=1)
+            self._solo = self._maker.make("solo", (0,), 0, num_groups=1, beside_old=False)
             self._solo.prepare(dist.HashStore(), 60.0)
             self._solo.activate()
 

@@ -60,7 +60,7 @@ class SlotWork:
         tags = {"slot": slot, "generation": generation, "iteration": record["iteration"]}
         with self.timeline.span("connect", phase, **tags):
             with self.groups.meeting(tuple(record["store"]), _START_TIMEOUT_S) as store:
-                self.groups.prepare(generation, store, range(self.config.job_size), _START_TIMEOUT_S, beside_old=False)
+                self.groups.prepare(generation, store, range(self.config.job_size), _START_TIMEOUT_S)
             self.groups.activate()
             self.groups.adopt()
             if self.member.figures is not None:

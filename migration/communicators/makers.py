@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -22,8 +23,10 @@ class Maker(ABC):
     allow_lazy = False
 
     @abstractmethod
-    def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int) -> Communicator:
-        """Of a process group. `num_groups`: how many this process prepares for the same move."""
+    def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int,
+             beside_old: bool = True) -> Communicator:
+        """Of a process group. `num_groups`: how many this process prepares for the same move. `beside_old`: some member
+        holds an old one, which may have to make room; the same on all members."""
 
     @abstractmethod
     def make_pair(self, name: str, group_rank: int) -> Communicator:
@@ -55,8 +58,9 @@ class GlooMaker(Maker):
         self._switch = "connected" if switch == "auto" else switch
         self.allow_lazy = allow_lazy
 
-    def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int = 1) -> Communicator:
-        return GlooCommunicator(name, slots, group_rank, self._switch)
+    def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int = 1,
+             beside_old: bool = True) -> Communicator:
+        return GlooCommunicator(name, slots, group_rank, self._switch if beside_old else "connected")
 
     def make_pair(self, name: str, group_rank: int) -> Communicator:
         return GlooCommunicator(name, (0, 1), group_rank)
@@ -73,7 +77,7 @@ class NcclMaker(Maker):
 
     def __init__(self, device: torch.device, switch: str, *, connect_in_background: bool, allow_lazy: bool,
                  close_by: str) -> None:
-        from migration.communicators.nccl_policy import NcclPolicy
+        from migration.communicators.nccl_policy import NcclPolicy, choose_switch
         from nccl_bindings.library import load
         from third_party.pytorch.nccl_group import install_p2p_grouping
         self._device, self._library = device, load()
@@ -83,14 +87,17 @@ class NcclMaker(Maker):
         self._policy = NcclPolicy(switch=switch, connect_timeout_s=600.0, park_timeout_s=600.0, close_timeout_s=120.0,
                                   close_by=close_by)
         self._policy.validate()
+        choose_switch(self._policy, can_park=self._library.has("park"), free_bytes=0, num_groups=0)  # raises, if it can't
         self._connect_in_background, self.allow_lazy = connect_in_background, allow_lazy
         self._stream = torch.cuda.Stream(device)  # one for all: the allocator keeps what each stream has used
         install_p2p_grouping()
 
-    def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int = 1) -> Communicator:
+    def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int = 1,
+             beside_old: bool = True) -> Communicator:
         from migration.communicators.nccl import NcclCommunicator
-        return NcclCommunicator(name, slots, group_rank, device=self._device, library=self._library,
-                                policy=self._policy, num_groups=num_groups)
+        policy = self._policy if beside_old else dataclasses.replace(self._policy, switch="connected")
+        return NcclCommunicator(name, slots, group_rank, device=self._device, library=self._library, policy=policy,
+                                num_groups=num_groups)
 
     def make_pair(self, name: str, group_rank: int) -> Communicator:
         from migration.communicators.nccl_pair import NcclPair

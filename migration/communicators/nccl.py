@@ -143,6 +143,7 @@ class NcclCommunicator(NcclLife):
 
     def park(self) -> None:
         if self.switch == "parked" and self.stage in (Stage.CONNECTED, Stage.PREPARED):
+            torch.cuda.set_device(self.device)  # of this thread
             with self.measured("park"):
                 self._suspend()
         elif self.switch == "lazy":

@@ -29,7 +29,7 @@ def park_and_resume(own: Rank) -> dict[str, Any]:
     live.park()
     following.activate()
     check_sums(own, following.inner)
-    assert following.costs["activate"].seconds < following.costs["connect"].seconds, "it is connected already"
+    assert [stage for stage, _ in following.take_costs()].count("connect") == 1, "it is connected already"
     switched_mib = used_mib(own, "switched") - before_mib
     following.park()
     live.resume()
