@@ -58,6 +58,8 @@ def train(job: Job, process: Process) -> bool:
             consumed_samples=consumed, samples=samples, num_groups=job.groups.num_communicators,
             device_bytes=process.device_bytes(), disturbed=disturbed, own_s=own_s)
         process.report_progress(job, result, end_s - start_s, None if disturbed else own_s)
+        if iteration == process.start_iteration:
+            process.finish_start(job)
     return True
 
 

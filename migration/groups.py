@@ -22,6 +22,7 @@ from migration.communicators.base import Communicator
 from migration.communicators.closer import Closer
 from migration.communicators.makers import GlooMaker, Maker
 from migration.handles import place
+from migration import usage
 from migration.next_generation import NextGeneration, join_probes
 from third_party.pytorch import process_group as wiring
 
@@ -67,8 +68,10 @@ class Groups(NextGeneration):
 
     def sums_digest(self) -> str:
         """One digest of the probes of all live communicators, in one order: the same for whoever holds the slot, for as
-        long as its sums keep their bits."""
-        digests = (self._live[name].probe_digest for name in sorted(self._live, key=place))
+        long as its sums keep their bits. Empty before any was probed."""
+        digests = [self._live[name].probe_digest for name in sorted(self._live, key=place)]
+        if not any(digests):
+            return ""
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
     def room(self, slots: Iterable[int]) -> str:
@@ -99,7 +102,7 @@ class Groups(NextGeneration):
             communicator = self._live[handle.name]
             if handle.name in self._next:
                 communicator.switch = self._next[handle.name].switch  # a leaver's was learned
-            if communicator.switch in ("parked", "lazy"):
+            if communicator.switch in ("parked", "lazy") and communicator.is_connected:  # else there is little to gain
                 handle.inner = wiring.NoGroup(f"{communicator.name} has made room for its successor")
                 making_room.append(communicator)
         num_threads = _PARKED_AT_ONCE if all(c.switch == "parked" for c in making_room) else 1
@@ -123,6 +126,8 @@ class Groups(NextGeneration):
         processes is the number of groups. The old communicators stay open until `retire`: a member that still waits
         for the verdict may use them.
         """
+        if self.used is None:
+            self.used = self._next_used
         for name, communicator in self._next.items():
             self.handles[name].inner = communicator.inner
             if name in self._live:
@@ -163,6 +168,25 @@ class Groups(NextGeneration):
                 handle.inner = communicator.inner
         firsts = [keeps_bits for group_rank, keeps_bits in rebuilt if group_rank == 0]
         return len(firsts), firsts.count(False)
+
+    # ---- the first iteration
+
+    def forget_use(self) -> None:
+        """What was done so far, such as building the model, is not what training does."""
+        for handle in self.handles.values():
+            handle.is_used = False
+
+    def learn_used(self) -> None:
+        """After the first iteration: the groups that it has used, on whatever slot, are connected and probed.
+
+        By the training thread, with no operation outstanding. Collective over the job.
+        """
+        own = frozenset(name for name, handle in self.handles.items() if handle.is_used)
+        self.used = usage.union(own, self.device) | (self.used or frozenset())
+        for name in sorted(self._live, key=place):
+            if name in self.used:
+                self._live[name].connects = True
+                self._live[name].activate_and_probe(self.device)
 
     # ---- the end of a generation, or of all
 

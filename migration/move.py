@@ -13,6 +13,7 @@ from typing import Any
 
 from migration.protocol import Action, Event, Machine, Phase
 from migration.roster import MovePlan, Roster
+from migration.sums import differ
 
 
 class Report(Enum):
@@ -205,7 +206,7 @@ class MoveTally:
     def _slots_with_other_sums(self) -> list[int]:
         old = {slot: self._probes[rank][0] for slot, rank in enumerate(self._holders_before)}
         new = {slot: self._probes[rank][1] for slot, rank in enumerate(self.roster.after(self.plan).holders)}
-        return [slot for slot in old if old[slot] != new[slot]]
+        return [slot for slot in old if differ(old[slot], new[slot])]
 
     # ---- for another controller
 

@@ -19,6 +19,7 @@ from migration.communicators.makers import Maker
 from migration.errors import MoveFailed
 from migration.handles import Handles, place
 from migration.stores import StoreClient
+from migration.sums import NOT_PROBED
 
 
 class NextGeneration(Handles):
@@ -32,6 +33,8 @@ class NextGeneration(Handles):
         self.device = device
         self._maker, self._closer = maker, closer
         self._next: dict[str, Communicator] = {}
+        self.used: frozenset[str] | None = None  # names of groups that training uses, on whatever slot; None: unknown
+        self._next_used: frozenset[str] | None = None  # the same, as the members of the next generation know it
         self._next_lock = threading.Lock()
         self._is_aborting = False  # nothing may be added to it any more
         self._is_all_over = False  # nor may anything else be built, until all that was there is closed
@@ -66,11 +69,11 @@ class NextGeneration(Handles):
     # ---- stage 1, beside training
 
     def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float, *,
-                first: Iterable[str] = (), when_first: Callable[[], None] = lambda: None,
+                used: frozenset[str] | None = None, first: Iterable[str] = (), when_first: Callable[[], None] = lambda: None,
                 after_each: Callable[[Communicator, int], None] = lambda communicator, num_left: None) -> str:
         """Stage 1: build the next generation's communicators of the groups touched by `slots`, one after the other.
 
-        Those named in `first`, which have joiners only, come first, and then `when_first` is called: still one order on
+        Those in `used` are connected later, None: all. Those named in `first`, which have joiners only, come first, and then `when_first` is called: still one order on
         all members. `after_each` is called with each one that is prepared and the number of those to come.
         Where all members of a group are in `slots`, none of them holds an old one. Collective over each group. Runs on
         the prepare thread beside training. Returns the digest of the adversarial reductions on them. Raises
@@ -79,7 +82,9 @@ class NextGeneration(Handles):
         assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"
         early, slots = set(first), tuple(slots)
         alone = self.within(slots)
+        self._next_used = used
         handles = sorted(self.touched(slots), key=lambda h: h.name not in early)  # stable
+        num_connected = sum(used is None or handle.name in used for handle in handles)
         self._closer.hurry()  # what is still to be closed takes the room of what comes now
         with self._maker.background():
             self._make_solo()
@@ -87,10 +92,11 @@ class NextGeneration(Handles):
                 if number == len(early):
                     when_first()
                 communicator = self._maker.make(f"g{generation}/{handle.name}", handle.slots, handle.rank(),
-                                                num_groups=len(handles), beside_old=handle.name not in alone)
+                                                num_groups=num_connected, beside_old=handle.name not in alone)
+                communicator.connects = used is None or handle.name in used
                 self._add_next(handle.name, communicator)  # before it is prepared: `abort_next` can end that too
                 communicator.prepare(store, timeout_s)
-                if communicator.switch == "lazy" and not self._maker.allow_lazy:
+                if communicator.connects and communicator.switch == "lazy" and not self._maker.allow_lazy:
                     raise MoveFailed(f"group {handle.name}: the old one would have to be closed before the commit "
                                      "(policy lazy): the device lacks memory for a second connected one, and this NCCL "
                                      "can't park (2.30.3 can); free memory, take that NCCL, or --allow-lazy")
@@ -190,4 +196,4 @@ class NextGeneration(Handles):
 
 def join_probes(communicators: Iterable[Communicator], *, when_prepared: bool) -> str:
     """The probe digests of those that are probed when prepared, or of those that are when activated."""
-    return " ".join(c.probe_digest for c in communicators if c.probes_when_prepared is when_prepared)
+    return " ".join(c.probe_digest or NOT_PROBED for c in communicators if c.probes_when_prepared is when_prepared)

@@ -11,7 +11,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from migration import leader, pacing, wire
+import torch.distributed as dist
+
+from migration import leader, pacing, usage, wire
 from migration.check_measure import measure_pair, used_bytes
 from migration.communicators.base import OPERATION_TIMEOUT_S, Communicator
 from migration.costs import median_connect_s
@@ -72,11 +74,14 @@ def _build_at(member: Member, part: Part, store: Any) -> tuple[str | None, str |
     slots = part.plan.slots
     old = None if part.role == "joiner" else groups.live_probe(slots)
     new = None
+    if part.role != "joiner":
+        usage.tell(store, part.slot, groups.used)
     if part.role == "leaver":
         groups.learn_switches(part.generation, store, slots, timeout_s)
     else:
         with timeline.span("prepare_groups", "PREPARING", **part.tags(member.generation)):
-            new = groups.prepare(part.generation, store, slots, timeout_s, first=part.among_joiners,
+            used = usage.ask(store, range(dist.get_world_size()), timeout_s)
+            new = groups.prepare(part.generation, store, slots, timeout_s, used=used, first=part.among_joiners,
                                  when_first=part.among_joiners_prepared.set,
                                  after_each=lambda made, num_left: _after_group(member, part, made, num_left))
     if part.role != "stayer":

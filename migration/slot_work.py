@@ -8,7 +8,7 @@ import dataclasses
 
 import torch.distributed as dist
 
-from migration import checkpoint, device, job, state
+from migration import checkpoint, device, job, state, usage
 from migration.check_measure import measure_slots
 from migration.config import Config
 from migration.costs import log_costs, take_costs
@@ -60,7 +60,10 @@ class SlotWork:
         tags = {"slot": slot, "generation": generation, "iteration": record["iteration"]}
         with self.timeline.span("connect", phase, **tags):
             with self.groups.meeting(tuple(record["store"]), _START_TIMEOUT_S) as store:
-                self.groups.prepare(generation, store, range(self.config.job_size), _START_TIMEOUT_S)
+                slots = range(self.config.job_size)
+                usage.tell(store, slot, self.groups.used)
+                used = usage.ask(store, slots, _START_TIMEOUT_S) or frozenset()  # at first nobody knows
+                self.groups.prepare(generation, store, slots, _START_TIMEOUT_S, used=used)
             self.groups.activate()
             self.groups.adopt()
             if self.member.figures is not None:
@@ -75,9 +78,22 @@ class SlotWork:
         self._recording.begin(slot, from_seeds=not folder)
         if not folder:
             made.tie_embeddings()  # recorded: a joiner's first iteration needs the other stage's weights too
+        self.groups.forget_use()
         self.member.tell("STARTED", iteration=made.iteration, recovery=self.member.num_recoveries,
                          sums=self.groups.sums_digest())
         return made
+
+    def finish_start(self, made: Job) -> None:
+        """After the first iteration since all slots began: connect the groups that it has used.
+
+        Collective over the job.
+        """
+        phase = "RECOVERING" if self.member.num_recoveries else "STARTUP"
+        with self.timeline.span("connect_used", phase, slot=made.slot, generation=self.member.generation):
+            self.groups.learn_used()
+        log_costs(self.timeline, take_costs(self.groups), move=-1, slot=made.slot)
+        self.member.check()
+        self.member.tell("SUMS", recovery=self.member.num_recoveries, sums=self.groups.sums_digest())
 
     def hold_slot(self, made: Job) -> None:
         """This process is about to train in the slot."""
@@ -111,14 +127,14 @@ class SlotWork:
         self.member.tell("PROGRESS", iteration=made.iteration, recovery=self.member.num_recoveries, **extra)
 
     @property
-    def _start_iteration(self) -> int:
+    def start_iteration(self) -> int:
         """Where the slots began, the last time that all of them did; also on a process that was a spare then."""
         return int(self.member.started["iteration"]) if self.member.started else self._first_iteration
 
     def is_checkpoint_due(self, made: Job) -> bool:
         """Whether a checkpoint is saved before the iteration that `made` is at. The same on every slot's process."""
         every = self.options.checkpoint_every
-        return bool(every) and made.iteration % every == 0 and made.iteration > self._start_iteration
+        return bool(every) and made.iteration % every == 0 and made.iteration > self.start_iteration
 
     def save_checkpoint(self, made: Job) -> None:
         """Collective over the job, at a boundary: whoever holds the slots in its generation saves them."""
@@ -136,7 +152,7 @@ class SlotWork:
         Without digests where training was stopped: its state is in the checkpoint.
         """
         self.member.finished(made.iteration)
-        if self.options.checkpoints and made.iteration > self._start_iteration:
+        if self.options.checkpoints and made.iteration > self.start_iteration:
             self.save_checkpoint(made)
         made.finish()
         if made.iteration == self.config.iterations:

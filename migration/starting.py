@@ -63,6 +63,11 @@ class Starting(Actions):
     def _take_sums(self, others: list[int] | None) -> None:
         """All have started. `others`: slots whose sums have other bits than in the generation before, if known."""
 
+    def _on_sums(self, record: Record) -> None:
+        """At first they are probed after an iteration; until then nobody knows what training uses."""
+        if self._is_current(record) and record["from"] in self._tally.roster.holders:
+            self._sums.note(self._tally.roster.holders.index(record["from"]), record["sums"])
+
     def _on_started(self, record: Record) -> None:
         if not self._is_current(record):
             return

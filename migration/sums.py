@@ -7,8 +7,17 @@ more, so that the controller keeps a digest of each slot's from the begin of eve
 from __future__ import annotations
 
 
+NOT_PROBED = "-"  # in the place of a communicator's digest
+
+
+def differ(old: str | None, new: str | None) -> bool:
+    """Whether of a slot's old and new communicators, both probed, one gives another digest; in one order, by spaces."""
+    olds, news = (old or "").split(), (new or "").split()
+    return len(olds) != len(news) or any(a != b and NOT_PROBED not in (a, b) for a, b in zip(olds, news, strict=True))
+
+
 class Sums:
-    """By slot, whoever holds it: the digest of all its communicators (`Groups.sums_digest`)."""
+    """By slot, whoever holds it: the digest of all its communicators (`Groups.sums_digest`), empty if not known yet."""
 
     def __init__(self) -> None:
         self._now: dict[int, str] = {}
@@ -25,7 +34,7 @@ class Sums:
     def take_next(self) -> list[int] | None:
         """All slots have begun it. Returns those whose sums have other bits than before; None: that isn't known."""
         before, self._now, self._next = self._now, self._next, {}
-        if before.keys() != self._now.keys():
+        if before.keys() != self._now.keys() or "" in (*before.values(), *self._now.values()):
             return None
         return sorted(slot for slot in before if before[slot] != self._now[slot])
 

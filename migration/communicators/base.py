@@ -54,6 +54,7 @@ class Communicator(ABC):
         self.work_s = 0.0  # of stage 1, what training may feel: without the wait for members that come later
         self.costs: dict[str, StageCost] = {}  # of each stage, the last time
         self._untold: list[tuple[str, StageCost]] = []
+        self.connects = True  # in stage 2; else NCCL does it when the group is first used, if ever
         self.switch = ""  # how an old one makes room for a new one: connected (it needn't), parked, lazy (it is closed)
 
     @abstractmethod
@@ -67,6 +68,11 @@ class Communicator(ABC):
     def is_prepared(self) -> bool:
         """Whether `prepare` has come to its end."""
         return self.inner is not None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it was connected before its first use; it may be parked now."""
+        return True
 
     @property
     def connects_ahead(self) -> bool:
@@ -86,9 +92,9 @@ class Communicator(ABC):
         self.activate_and_probe(device)
 
     def activate_and_probe(self, device: torch.device) -> None:
-        """`activate`, and `probe` unless that was done. Collective over the members, where it connects."""
+        """`activate`, and `probe` unless that was done, where it connects. Collective over the members then."""
         self.activate()
-        if not self.probe_digest:
+        if self.is_connected and not self.probe_digest:
             self.probe(device)
 
     @abstractmethod

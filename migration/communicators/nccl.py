@@ -94,12 +94,16 @@ class NcclCommunicator(NcclLife):
         self._become(Stage.CONNECTED)
 
     @property
+    def is_connected(self) -> bool:
+        return self._has_connected
+
+    @property
     def is_prepared(self) -> bool:
         return self.stage in (Stage.PREPARED, Stage.PARKED, Stage.CONNECTED)
 
     @property
     def connects_ahead(self) -> bool:
-        return not self._has_connected and (self.stage, self.switch) in ((Stage.PREPARED, "connected"),
+        return self.connects and not self._has_connected and (self.stage, self.switch) in ((Stage.PREPARED, "connected"),
                                                                          (Stage.PARKED, "parked"))
 
     @property
@@ -118,17 +122,17 @@ class NcclCommunicator(NcclLife):
                 self._suspend()
 
     def activate(self) -> None:
-        if self.stage is Stage.CONNECTED:
+        if self.stage is Stage.CONNECTED or (self.stage is Stage.PREPARED and not self.connects):
             return
         with self.measured("activate"):
             if self.stage is Stage.PARKED:
                 with self.measured("resume"):
                     self._resume_memory(self.policy.park_timeout_s)
-            if not self._has_connected:
+            if self.connects and not self._has_connected:
                 self.connect()
             if self.inner is None:  # it was parked
                 with self.measured("adopt"):
-                    self._adopt(Stage.CONNECTED)
+                    self._adopt(self.stage)
 
     def probe(self, device: torch.device) -> str:
         """As in base.py, for every size that NCCL may treat differently. By the training thread, after `activate`."""

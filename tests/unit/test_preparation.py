@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from migration import preparation
 from migration.arms import ARMS
@@ -49,8 +50,8 @@ class StuckPair:
 @pytest.fixture
 def member() -> Member:
     pair = StuckPair()
-    groups = SimpleNamespace(pair=pair, meeting=lambda *_: contextlib.nullcontext(), live_probe=lambda slots: "",
-                             learn_switches=lambda *_: None,
+    groups = SimpleNamespace(pair=pair, meeting=lambda *_: contextlib.nullcontext(dist.HashStore()), used=None,
+                             live_probe=lambda slots: "", learn_switches=lambda *_: None,
                              make_pair=lambda name, group_rank: pair, prepare_pair=lambda *_: pair.prepare())
     made = Member.__new__(Member)  # without a world: nothing here speaks
     Stops.__init__(made)

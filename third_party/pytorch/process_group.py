@@ -48,6 +48,7 @@ class MigratableGroup(ProcessGroup):
         self.description = ""
         self.slots = slots
         self.inner: Any = None
+        self.is_used = False  # a collective has been asked for, since somebody looked
 
     # The C++ base knows a name only through its own backends, and it has none.
     def getBackendName(self) -> str:
@@ -98,16 +99,17 @@ class NoGroup:
         raise RuntimeError(f"no {name} now: {self._reason}")
 
 
-def _forward(name: str) -> Callable[..., Any]:
+def _forward(name: str, is_use: bool) -> Callable[..., Any]:
     # Written out per name: a lookup by string at each call would cost more than the call itself.
     namespace: dict[str, Any] = {}
-    exec(f"def {name}(self, *args, **kwargs):\n    return self.inner.{name}(*args, **kwargs)\n", namespace)
+    noted = "    self.is_used = True\n" if is_use else ""
+    exec(f"def {name}(self, *args, **kwargs):\n{noted}    return self.inner.{name}(*args, **kwargs)\n", namespace)
     return namespace[name]
 
 
 for _name in COLLECTIVES + _PLUMBING:
     if hasattr(ProcessGroup, _name):
-        setattr(MigratableGroup, _name, _forward(_name))
+        setattr(MigratableGroup, _name, _forward(_name, _name in COLLECTIVES))
 
 
 def register(create: Callable[[str, int, tuple[int, ...]], MigratableGroup]) -> None:

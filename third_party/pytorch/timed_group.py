@@ -64,6 +64,7 @@ class TimedGroup(MigratableGroup):
 
 def _timed(name: str) -> Callable[..., Any]:
     def call(self: TimedGroup, *args: Any, **kwargs: Any) -> Any:
+        self.is_used = True
         begun = self.waits.begin()
         try:
             work = getattr(self.inner, name)(*args, **kwargs)
