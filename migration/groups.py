@@ -12,7 +12,6 @@ import gc
 import hashlib
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import torch
@@ -27,7 +26,6 @@ from migration.next_generation import NextGeneration, join_probes
 from third_party.pytorch import process_group as wiring
 
 CLOSE_PAUSE_S = 0.05
-_PARKED_AT_ONCE = 4  # on 8 processes of 2 H200s twice as fast as one after the other; more are no faster
 _ABORTS_S = 60.0  # for all communicators of a process to be aborted
 
 
@@ -84,8 +82,7 @@ class Groups(NextGeneration):
     # sweeps come one after the other. So every process works through a part of one global sequence of collective
     # operations (at the head of which are the groups that have joiners only). Of those not done yet take the first:
     # each of its members has done all that comes before, and is at it or on its way to it without waiting for anything
-    # else. So it gets done, whatever subsets the members belong to. This holds as well where several threads share a
-    # sweep, as long as they take what they do from one queue in that order.
+    # else. So it gets done, whatever subsets the members belong to.
 
     def _old(self, slots: Iterable[int]) -> list[wiring.MigratableGroup]:
         """Touched handles with a live communicator: a joiner has none."""
@@ -96,7 +93,7 @@ class Groups(NextGeneration):
 
         Collective over each touched group, where it parks. Their handles refuse everything until `adopt` or `resume`.
         """
-        handles, making_room = self._old(slots), []
+        handles = self._old(slots)
         old = join_probes((self._live[handle.name] for handle in handles), when_prepared=False)
         for handle in handles:
             communicator = self._live[handle.name]
@@ -104,10 +101,7 @@ class Groups(NextGeneration):
                 communicator.switch = self._next[handle.name].switch  # a leaver's was learned
             if communicator.switch in ("parked", "lazy") and communicator.is_connected:  # else there is little to gain
                 handle.inner = wiring.NoGroup(f"{communicator.name} has made room for its successor")
-                making_room.append(communicator)
-        num_threads = _PARKED_AT_ONCE if all(c.switch == "parked" for c in making_room) else 1
-        with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(lambda communicator: communicator.park(), making_room))
+                communicator.park()
         return old
 
     def activate(self) -> str:

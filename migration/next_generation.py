@@ -69,15 +69,17 @@ class NextGeneration(Handles):
     # ---- stage 1, beside training
 
     def prepare(self, generation: int, store: dist.Store, slots: Iterable[int], timeout_s: float, *,
-                used: frozenset[str] | None = None, first: Iterable[str] = (), when_first: Callable[[], None] = lambda: None,
+                used: frozenset[str] | None = None, first: Iterable[str] = (),
+                when_first: Callable[[], None] = lambda: None,
                 after_each: Callable[[Communicator, int], None] = lambda communicator, num_left: None) -> str:
         """Stage 1: build the next generation's communicators of the groups touched by `slots`, one after the other.
 
-        Those in `used` are connected later, None: all. Those named in `first`, which have joiners only, come first, and then `when_first` is called: still one order on
-        all members. `after_each` is called with each one that is prepared and the number of those to come.
-        Where all members of a group are in `slots`, none of them holds an old one. Collective over each group. Runs on
-        the prepare thread beside training. Returns the digest of the adversarial reductions on them. Raises
-        RuntimeError when a member doesn't come in `timeout_s` or the move is aborted.
+        Those in `used` are to be connected later, None: all. Those named in `first`, which have joiners only, come
+        first, and then `when_first` is called: still one order on all members. `after_each` is called with each one
+        that is prepared and the number of those to come. Where all members of a group are in `slots`, none of them
+        holds an old one. Collective over each group. Runs on the prepare thread beside training. Returns the digest of
+        the adversarial reductions on them. Raises RuntimeError when a member doesn't come in `timeout_s` or the move is
+        aborted.
         """
         assert not self._next, f"generation {generation}: the last preparation was neither adopted nor discarded"
         early, slots = set(first), tuple(slots)

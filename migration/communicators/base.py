@@ -6,7 +6,7 @@ The life of one, in the words of the project:
 | --- | --- | --- | --- |
 | `prepare` | PREPARING, beside training | the prepare thread | over the members: returns when all have come |
 | `probe` | PREPARING, after `prepare` | the prepare thread | over the members |
-| `connect_ahead` | READY, at a boundary before the pause, where `connects_ahead` | the training thread | over the members |
+| `connect_ahead` | READY, at a boundary before the pause | the training thread | over the members |
 | `activate` | at the boundary, before the verdict | the training thread | over the members, where it connects |
 | `park` / `resume` | old one: at the boundary / when the move aborts | the training thread | over the members |
 | `rebuild` | when the move aborts, if `park` had to close it (`lazy`) | the training thread | over the members |
@@ -85,7 +85,7 @@ class Communicator(ABC):
         return True
 
     def connect_ahead(self, device: torch.device) -> None:
-        """Stage 2 ahead of the pause, and `probe`. One that is parked is parked again, so that one at a time takes room.
+        """Stage 2 ahead of the pause, and `probe`. One that is parked is parked again: only one at a time takes room.
 
         By the training thread. Collective over the members.
         """

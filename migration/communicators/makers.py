@@ -87,7 +87,7 @@ class NcclMaker(Maker):
         self._policy = NcclPolicy(switch=switch, connect_timeout_s=600.0, park_timeout_s=600.0, close_timeout_s=120.0,
                                   close_by=close_by)
         self._policy.validate()
-        choose_switch(self._policy, can_park=self._library.has("park"), free_bytes=0, num_groups=0)  # raises, if it can't
+        choose_switch(self._policy, can_park=self._library.has("park"), free_bytes=0, num_groups=0)  # or raises
         self._connect_in_background, self.allow_lazy = connect_in_background, allow_lazy
         self._stream = torch.cuda.Stream(device)  # one for all: the allocator keeps what each stream has used
         install_p2p_grouping()

@@ -103,8 +103,8 @@ class NcclCommunicator(NcclLife):
 
     @property
     def connects_ahead(self) -> bool:
-        return self.connects and not self._has_connected and (self.stage, self.switch) in ((Stage.PREPARED, "connected"),
-                                                                         (Stage.PARKED, "parked"))
+        is_ready = (self.stage, self.switch) in ((Stage.PREPARED, "connected"), (Stage.PARKED, "parked"))
+        return is_ready and self.connects and not self._has_connected
 
     @property
     def has_room_ahead(self) -> bool:
@@ -147,7 +147,6 @@ class NcclCommunicator(NcclLife):
 
     def park(self) -> None:
         if self.switch == "parked" and self.stage in (Stage.CONNECTED, Stage.PREPARED):
-            torch.cuda.set_device(self.device)  # of this thread
             with self.measured("park"):
                 self._suspend()
         elif self.switch == "lazy":

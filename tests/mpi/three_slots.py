@@ -13,6 +13,7 @@ import torch.distributed as dist
 from four_ranks import WAIT_S, Background, new_store, wait_until, world
 from tiny_jobs import shared_groups
 
+from migration import usage
 from migration.groups import Groups
 
 JOB_SIZE, MOVED_SLOT = 3, 1
@@ -57,14 +58,15 @@ class Process:
 
 
 @contextmanager
-def start_job() -> Iterator[Process]:
-    """A job in generation 0 on ranks 0 to 2; rank 3 holds nothing."""
+def start_job(used: frozenset[str] | None = None) -> Iterator[Process]:
+    """A job in generation 0 on ranks 0 to 2; rank 3 holds nothing. `used`: names of groups to connect; None: all."""
     groups = shared_groups()
+    groups.used = None  # of another job
     made = Process(groups=groups, slot=None, handles={})
     server, store = new_store()
     if world().rank < JOB_SIZE:
         made.open(world().rank)
-        groups.prepare(0, store, range(JOB_SIZE), WAIT_S)
+        groups.prepare(0, store, range(JOB_SIZE), WAIT_S, used=used)
         groups.activate()
         groups.adopt()
     world().barrier()
@@ -75,8 +77,8 @@ def start_job() -> Iterator[Process]:
     wait_until(lambda: groups.num_communicators <= 1, "communicators of the last test to close")  # one for groups of 1
 
 
-def prepare(process: Process, generation: int, store: dist.Store) -> Background:
-    return Background(lambda: process.groups.prepare(generation, store, (MOVED_SLOT,), WAIT_S))
+def prepare(process: Process, generation: int, store: dist.Store, used: frozenset[str] | None = None) -> Background:
+    return Background(lambda: process.groups.prepare(generation, store, (MOVED_SLOT,), WAIT_S, used=used))
 
 
 def swap(process: Process, leaver: int, joiner: int, generation: int) -> tuple[int, int] | None:
@@ -85,11 +87,13 @@ def swap(process: Process, leaver: int, joiner: int, generation: int) -> tuple[i
     server, store = new_store()
     if rank == joiner:
         process.open(MOVED_SLOT)
+    else:
+        usage.tell(store, process.slot, process.groups.used)
     counts = None
     if rank == leaver:
         process.groups.learn_switches(generation, store, (MOVED_SLOT,), WAIT_S)
     else:
-        prepare(process, generation, store).outcome()
+        prepare(process, generation, store, usage.ask(store, range(JOB_SIZE), WAIT_S)).outcome()
     process.groups.park((MOVED_SLOT,))
     if rank != leaver:
         process.groups.activate()

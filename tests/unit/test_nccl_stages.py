@@ -164,6 +164,21 @@ def test_without_memory_for_one_more_it_waits_for_the_pause(fake: FakeNccl, libr
     assert prepared(library, "connected", connected_bytes=1 << 40).has_room_ahead, "it was chosen with the memory"
 
 
+@pytest.mark.parametrize("switch", ["connected", "parked", "lazy"])
+def test_one_that_training_does_not_use_is_ready_not_connected(fake: FakeNccl, library: Library, switch: str) -> None:
+    own = make(library, switch)
+    own.connects = False
+    own.prepare(store_with_peer(switch), 20.0)
+    assert not own.connects_ahead
+    own.activate_and_probe(DEVICE)
+    own.activate_and_probe(DEVICE)
+    assert own.inner is not None and own.stage is Stage.PREPARED and not own.is_connected and own.probe_digest == ""
+    assert "connect" not in fake.log
+    own.connects = True  # it is used after all
+    own.activate_and_probe(DEVICE)
+    assert own.stage is Stage.CONNECTED and own.probe_digest == "digest" and fake.log[-1] == "connect"
+
+
 def test_the_weaker_peer_decides(fake: FakeNccl, library: Library) -> None:
     own = make(library, "parked")
     own.prepare(store_with_peer("lazy"), 20.0)
