@@ -31,8 +31,8 @@ class Answering(Recovery, Stopping, Leaving):
             if self._stop is not None:
                 self._propose_stop()
                 return
-            pending = self._schedule.pop_due(max(self._positions.values(), default=0))
-            if pending is not None:
+            furthest = max(self._positions.values(), default=0)
+            if self._may_prepare and (pending := self._schedule.pop_due(furthest)) is not None:
                 self._begin(pending)
 
     def _can_move(self) -> bool:

@@ -103,18 +103,18 @@ def _add_communicators(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("communicators on GPUs")
     group.add_argument("--nccl-switch", default="auto", choices=("auto", "connected", "parked", "lazy"), help="on "
                        "GPUs: keep old and new communicators connected side by side, or park the old ones to make room "
-                       "(NCCL 2.30.3), or close them (with --allow-lazy); auto takes what memory allows (default: "
-                       "%(default)s)")
+                       "(NCCL 2.30.3), or close them (with --allow-lazy); auto takes what memory allows; those that "
+                       "training doesn't use are not connected at all (default: %(default)s)")
     group.add_argument("--allow-lazy", action="store_true", help="where memory allows nothing better, old "
                        "communicators may be closed before the commit; a move that aborts after that rebuilds them, "
                        "and says so")
     group.add_argument("--nccl-pin", default="", metavar="NAME=VALUE,...", help="fix what decides in which order NCCL "
                        "adds: ALGO=Ring,PROTO=Simple, MIN_CHANNELS, MAX_CHANNELS, MIN_CTAS, MAX_CTAS; sets NCCL's "
                        "variables of these names on every process")
-    group.add_argument("--connect", default="ahead", choices=("ahead", "pause", "background"), help="on GPUs, where "
-                       "memory allows old and new side by side: connect new communicators ahead of the pause, one "
-                       "group an iteration, or in the pause, or on the prepare thread, which can deadlock (default: "
-                       "%(default)s)")
+    group.add_argument("--connect", default="ahead", choices=("ahead", "pause", "background"), help="on GPUs: "
+                       "connect new communicators ahead of the pause, one group an iteration (needs room for one more "
+                       "where old ones are parked), or in the pause, or on the prepare thread, which can deadlock "
+                       "(default: %(default)s)")
 
 
 def _add_trouble(parser: argparse.ArgumentParser) -> None:

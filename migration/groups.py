@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 import torch
@@ -65,17 +65,17 @@ class Groups(NextGeneration):
         return join_probes((self._live[h.name] for h in self.touched(slots)), when_prepared=True)
 
     def sums_digest(self) -> str:
-        """One digest of the probes of all live communicators, in one order: the same for whoever holds the slot, for as
-        long as its sums keep their bits. Empty before any was probed."""
-        digests = [self._live[name].probe_digest for name in sorted(self._live, key=place)]
-        if not any(digests):
+        """One digest of the probes of the live communicators that training uses, in one order: the same for whoever
+        holds the slot, for as long as its sums keep their bits. Empty where it isn't known which these are."""
+        if self.used is None:
             return ""
+        digests = (self._live[name].probe_digest for name in sorted(self.used & self._live.keys(), key=place))
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
     def room(self, slots: Iterable[int]) -> str:
         """How this process's old communicators make room, by the weakest: lazy, parked, or empty if none has to."""
-        old = {h.name: self._live[h.name] for h in self._old(slots)}  # a leaver's know what the others do
-        switches = {communicator.switch for communicator in {**old, **self._next}.values()}
+        old = (self._live[handle.name] for handle in self._old(slots))  # a leaver's know what the others do
+        switches = {*(c.switch for c in old if c.is_connected), *(c.switch for c in self._next.values() if c.connects)}
         return next((switch for switch in ("lazy", "parked") if switch in switches), "")
 
     # Parking, resuming, rebuilding and activating are each one sweep over the groups in the order of `touched`, and the
@@ -99,7 +99,7 @@ class Groups(NextGeneration):
             communicator = self._live[handle.name]
             if handle.name in self._next:
                 communicator.switch = self._next[handle.name].switch  # a leaver's was learned
-            if communicator.switch in ("parked", "lazy") and communicator.is_connected:  # else there is little to gain
+            if communicator.switch in ("parked", "lazy") and communicator.is_connected:  # its successor will be
                 handle.inner = wiring.NoGroup(f"{communicator.name} has made room for its successor")
                 communicator.park()
         return old
@@ -120,7 +120,7 @@ class Groups(NextGeneration):
         processes is the number of groups. The old communicators stay open until `retire`: a member that still waits
         for the verdict may use them.
         """
-        if self.used is None:
+        if self._next_used is not None:
             self.used = self._next_used
         for name, communicator in self._next.items():
             self.handles[name].inner = communicator.inner
@@ -170,17 +170,24 @@ class Groups(NextGeneration):
         for handle in self.handles.values():
             handle.is_used = False
 
-    def learn_used(self) -> None:
+    def learn_used(self, check: Callable[[], None]) -> None:
         """After the first iteration: the groups that it has used, on whatever slot, are connected and probed.
 
-        By the training thread, with no operation outstanding. Collective over the job.
+        By the training thread. Collective over the job. `check` raises where operations were aborted.
         """
         own = frozenset(name for name, handle in self.handles.items() if handle.is_used)
-        self.used = usage.union(own, self.device) | (self.used or frozenset())
-        for name in sorted(self._live, key=place):
-            if name in self.used:
-                self._live[name].connects = True
-                self._live[name].activate_and_probe(self.device)
+        used = usage.union(own | (self.used or frozenset()), self.device, check)
+        torch.cuda.empty_cache()  # NCCL takes its memory from the device, not from torch
+        for name in sorted(used & self._live.keys(), key=place):
+            self._live[name].connects = True
+            self._live[name].activate_and_probe(self.device)
+        check()
+        self.used = used
+
+    @property
+    def live(self) -> list[Communicator]:
+        """The communicators of this generation."""
+        return list(self._live.values())
 
     # ---- the end of a generation, or of all
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from migration.protocol import Action, Event, Machine, Phase
 from migration.roster import MovePlan, Roster
-from migration.sums import differ
+from migration.sums import are_same
 
 
 class Report(Enum):
@@ -189,11 +189,15 @@ class MoveTally:
         if report is Report.HANDED_OVER:
             self._to_make_room, self._waiting = False, self.members
         if report in (Report.PREPARED, Report.VERIFIED):  # Gloo's are probed when prepared, NCCL's when connected
-            different = self._slots_with_other_sums()
+            found = self._compare_sums()
+            different = [slot for slot, same in found.items() if same is False]
             self.bits_kept = self.bits_kept and not different
             if different and self._require_bitwise:
                 return self.event(Event.DIGEST_DIFFERS,
                                   f"sums on the new communicators differ in their bits at slots {different}")
+            if None in found.values() and self._require_bitwise:
+                return self.event(Event.DIGEST_DIFFERS, "whether sums keep their bits can't be told before the first "
+                                  "iteration has shown which communicators are used: move later")
         if report is Report.VERIFIED:
             for a in self.plan.assignments:
                 if self._digests[a.leaver] != self._digests[a.joiner]:
@@ -203,10 +207,11 @@ class MoveTally:
                                       f"(world rank {a.joiner})")
         return self.event(_ALL[report])
 
-    def _slots_with_other_sums(self) -> list[int]:
+    def _compare_sums(self) -> dict[int, bool | None]:
+        """By slot: whether they are the same, None if that can't be told."""
         old = {slot: self._probes[rank][0] for slot, rank in enumerate(self._holders_before)}
         new = {slot: self._probes[rank][1] for slot, rank in enumerate(self.roster.after(self.plan).holders)}
-        return [slot for slot in old if differ(old[slot], new[slot])]
+        return {slot: are_same(old[slot], new[slot]) for slot in old}
 
     # ---- for another controller
 

@@ -33,8 +33,8 @@ class NextGeneration(Handles):
         self.device = device
         self._maker, self._closer = maker, closer
         self._next: dict[str, Communicator] = {}
-        self.used: frozenset[str] | None = None  # names of groups that training uses, on whatever slot; None: unknown
-        self._next_used: frozenset[str] | None = None  # the same, as the members of the next generation know it
+        self.used: frozenset[str] | None = None  # names of groups that training uses, on any slot; None: unknown
+        self._next_used: frozenset[str] | None = None  # the same, as all members of the next generation know it
         self._next_lock = threading.Lock()
         self._is_aborting = False  # nothing may be added to it any more
         self._is_all_over = False  # nor may anything else be built, until all that was there is closed

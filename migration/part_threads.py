@@ -94,7 +94,7 @@ class PartThreads(Rebuilding):
 
     def _clean_up(self, part: Part) -> None:
         """Drop what was prepared for an aborted move, then acknowledge."""
-        log_costs(self.timeline, take_costs(self.groups), move=part.number, slot=part.slot)
+        log_costs(self.timeline, take_costs(self.groups, self.groups.communicators), move=part.number, slot=part.slot)
         self.groups.discard()
         self._release_pair(part)
         self.part = None

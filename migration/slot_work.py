@@ -62,14 +62,15 @@ class SlotWork:
             with self.groups.meeting(tuple(record["store"]), _START_TIMEOUT_S) as store:
                 slots = range(self.config.job_size)
                 usage.tell(store, slot, self.groups.used)
-                used = usage.ask(store, slots, _START_TIMEOUT_S) or frozenset()  # at first nobody knows
-                self.groups.prepare(generation, store, slots, _START_TIMEOUT_S, used=used)
+                used = usage.ask(store, slots, _START_TIMEOUT_S)  # at first nobody knows
+                self.groups.prepare(generation, store, slots, _START_TIMEOUT_S, used=used or frozenset())
             self.groups.activate()
             self.groups.adopt()
+            self.groups.used = used
             if self.member.figures is not None:
                 self.member.figures = dataclasses.replace(
                     self.member.figures, bytes_per_s=measure_slots(dist.group.WORLD, device.current_device()))
-        log_costs(self.timeline, take_costs(self.groups), move=-1, slot=slot)
+        log_costs(self.timeline, take_costs(self.groups, self.groups.live), move=-1, slot=slot)
         with self.timeline.span("broadcast", phase, **tags):
             made.broadcast_parameters()
         if folder:
@@ -90,9 +91,10 @@ class SlotWork:
         """
         phase = "RECOVERING" if self.member.num_recoveries else "STARTUP"
         with self.timeline.span("connect_used", phase, slot=made.slot, generation=self.member.generation):
-            self.groups.learn_used()
-        log_costs(self.timeline, take_costs(self.groups), move=-1, slot=made.slot)
-        self.member.check()
+            self.groups.learn_used(self.member.check)
+        if self._own_time is not None:
+            self._own_time.waits.take()  # they are of no iteration
+        log_costs(self.timeline, take_costs(self.groups, self.groups.live), move=-1, slot=made.slot)
         self.member.tell("SUMS", recovery=self.member.num_recoveries, sums=self.groups.sums_digest())
 
     def hold_slot(self, made: Job) -> None:

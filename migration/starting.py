@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from migration.actions import Actions
+from migration.arms import boundary
 from migration.checkpoint_files import Start
 from migration.checkpoint_writing import give_up_unfinished
 from migration.protocol import Event, Phase
@@ -28,6 +29,8 @@ class Starting(Actions):
         self._started: set[int] = set()
         self._has_begun = self.term > 0  # every slot has been there once
         self._sums = Sums()
+        self._begins_at = 0  # the iteration at which all slots begin
+        self._to_settle: set[int] = set()  # slots whose first iteration since has not yet shown which groups it uses
         self._to_finish_one: set[int] = set()  # world ranks whose first iteration since is awaited
 
     def _is_current(self, record: Record) -> bool:
@@ -57,6 +60,7 @@ class Starting(Actions):
         self._positions.clear()
         self._finished.clear()
         self._to_finish_one = set(self._tally.roster.holders)
+        self._to_settle, self._begins_at = set(range(self.config.job_size)), start.iteration
         self._broadcast("START", store=[self._address, self._store.port], folder=start.folder,
                         iteration=start.iteration)
 
@@ -64,9 +68,21 @@ class Starting(Actions):
         """All have started. `others`: slots whose sums have other bits than in the generation before, if known."""
 
     def _on_sums(self, record: Record) -> None:
-        """At first they are probed after an iteration; until then nobody knows what training uses."""
-        if self._is_current(record) and record["from"] in self._tally.roster.holders:
-            self._sums.note(self._tally.roster.holders.index(record["from"]), record["sums"])
+        """After the first iteration: nobody knew before what training uses."""
+        if not self._is_current(record) or record["from"] not in self._tally.roster.holders:
+            return
+        slot = self._tally.roster.holders.index(record["from"])
+        note = self._sums.note if len(self._started) == self.config.job_size else self._sums.begin
+        note(slot, record["sums"])
+        self._to_settle.discard(slot)
+        if not self._to_settle and self._sums.are_known:
+            self._gate.close()  # the deputy can't ask for them
+
+    @property
+    def _may_prepare(self) -> bool:
+        """Whether members know which groups to connect, or training waits for a move before they can."""
+        hold = self._schedule.next_hold(self._begins_at)
+        return not self._to_settle or (hold is not None and hold <= boundary(self._begins_at) + 1)
 
     def _on_started(self, record: Record) -> None:
         if not self._is_current(record):

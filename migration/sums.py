@@ -1,8 +1,9 @@
 """Whether sums keep their bits from one generation to the next, by the probes of each slot's communicators. Pure.
 
 A communicator's probe is an adversarial reduction (communicators/base.py): its digest changes where terms are added in
-another order. A move compares the old and the new ones itself (move.py). A recovery has no old ones to compare with any
-more, so that the controller keeps a digest of each slot's from the begin of every generation.
+another order. A move compares the old and the new ones itself (move.py). A recovery has no old ones to compare with
+any more, so that the controller keeps a digest of each slot's: of those that training uses, as its first iteration
+shows.
 """
 from __future__ import annotations
 
@@ -10,10 +11,19 @@ from __future__ import annotations
 NOT_PROBED = "-"  # in the place of a communicator's digest
 
 
-def differ(old: str | None, new: str | None) -> bool:
-    """Whether of a slot's old and new communicators, both probed, one gives another digest; in one order, by spaces."""
+def are_same(old: str | None, new: str | None) -> bool | None:
+    """Whether a slot's old and new communicators give the same digests; both are in one order, between spaces.
+
+    None: as far as it can be told, but some were probed only before or only after. What training doesn't use is probed
+    neither time, and doesn't matter.
+    """
     olds, news = (old or "").split(), (new or "").split()
-    return len(olds) != len(news) or any(a != b and NOT_PROBED not in (a, b) for a, b in zip(olds, news, strict=True))
+    if len(olds) != len(news):
+        return False
+    pairs = [pair for pair in zip(olds, news, strict=True) if pair[0] != pair[1]]
+    if any(NOT_PROBED not in pair for pair in pairs):
+        return False
+    return None if pairs else True
 
 
 class Sums:
@@ -37,6 +47,11 @@ class Sums:
         if before.keys() != self._now.keys() or "" in (*before.values(), *self._now.values()):
             return None
         return sorted(slot for slot in before if before[slot] != self._now[slot])
+
+    @property
+    def are_known(self) -> bool:
+        """Of every slot that has said anything."""
+        return "" not in self._now.values()
 
     # ---- for another controller
 

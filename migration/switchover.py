@@ -129,7 +129,7 @@ def _wait_verdict(member: Member, part: Part) -> str:
 
 def _commit(member: Member, part: Part, arrived_s: float, num_bytes: int) -> None:
     """Go on in the new generation, in the slot or without one."""
-    costs = take_costs(member.groups)
+    costs = take_costs(member.groups, member.groups.communicators)
     num_rebuilt, num_kept = member.groups.adopt() if part.role != "leaver" else (0, 0)
     member.world.urgent = False
     member.enter_generation(part)

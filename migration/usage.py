@@ -7,7 +7,7 @@ job. Names are torch's running numbers, the same on all processes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -16,14 +16,22 @@ import torch.distributed as dist
 from migration.errors import DeadlineExpired
 
 
-def union(own: frozenset[str], device: torch.device) -> frozenset[str]:
-    """What any process of torch's world has used. Collective over it."""
+def union(own: frozenset[str], device: torch.device, check: Callable[[], None]) -> frozenset[str]:
+    """What any process of torch's world has used. Collective over it.
+
+    `check` raises where operations were aborted, which leaves garbage behind without an error.
+    """
     last = torch.tensor([max(map(int, own), default=0)], device=device)
     dist.all_reduce(last, op=dist.ReduceOp.MAX)
-    flags = torch.zeros(int(last.item()) + 1, dtype=torch.int32, device=device)
+    num_flags = int(last.item()) + 1
+    check()
+    flags = torch.zeros(num_flags, dtype=torch.int32)
     flags[[int(name) for name in own]] = 1
+    flags = flags.to(device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return frozenset(str(number) for number in flags.nonzero().flatten().tolist())
+    found = flags.nonzero().flatten().tolist()
+    check()
+    return frozenset(map(str, found))
 
 
 def tell(store: dist.Store, slot: int, used: frozenset[str] | None) -> None:

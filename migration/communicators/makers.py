@@ -25,8 +25,8 @@ class Maker(ABC):
     @abstractmethod
     def make(self, name: str, slots: tuple[int, ...], group_rank: int, *, num_groups: int,
              beside_old: bool = True) -> Communicator:
-        """Of a process group. `num_groups`: how many this process prepares for the same move. `beside_old`: some member
-        holds an old one, which may have to make room; the same on all members."""
+        """Of a process group. `num_groups`: how many this process is to connect for the same move. `beside_old`: some
+        member holds an old one, which may have to make room; the same on all members."""
 
     @abstractmethod
     def make_pair(self, name: str, group_rank: int) -> Communicator:
@@ -112,7 +112,7 @@ class NcclMaker(Maker):
         return torch.cuda.stream(self._stream)
 
     def connect_beside(self, communicator: Communicator) -> None:
-        if self._connect_in_background and communicator.switch == "connected":
+        if self._connect_in_background and communicator.switch == "connected" and communicator.connects:
             communicator.connect()
 
     def recover_thread(self) -> None:

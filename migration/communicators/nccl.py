@@ -46,7 +46,7 @@ class NcclCommunicator(NcclLife):
     def __init__(self, name: str, slots: tuple[int, ...], group_rank: int, *, device: torch.device, library: Library,
                  policy: NcclPolicy, num_groups: int = 1, peers: tuple[int, ...] | None = None) -> None:
         super().__init__(name, slots, group_rank, device=device, library=library, policy=policy)
-        self.num_groups = num_groups  # that this process prepares for the same move
+        self.num_groups = num_groups  # that this process is to connect for the same move
         self.peers = connected_peers(policy.p2p, group_rank, len(slots)) if peers is None else peers
 
     # ---- stage 1

@@ -130,7 +130,7 @@ class NcclLife(Communicator):
         if self._bare.owned:  # no torch group has it: a pair, one that was never activated, or its init failed
             joined = all_are_there and self.policy.close_by == "destroy"
             self._free(self._bare.destroy if joined else self._bare.abort)
-        else:  # one that was never connected has nothing to flush, so it is freed without its peers
+        else:  # one that we never connected is freed without its peers; nothing is outstanding where NCCL has done it
             self._free(backend_of(inner).shutdown if self._has_connected else backend_of(inner).abort)
 
     def _free(self, call: Callable[[], None]) -> None:

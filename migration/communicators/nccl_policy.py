@@ -3,9 +3,13 @@
 | switch | stage 1, beside training | at the boundary | device memory while both live |
 | --- | --- | --- | --- |
 | `connected` | init; then connected, one group a boundary | nothing | a second connected communicator |
-| `parked` | init, suspended; then resumed, connected, suspended | old suspended, new resumed | a few MiB a group, and one |
-| | | | connected communicator at a time; without memory for that one new ones are connected at the boundary |
+| `parked` | init, suspended; then resumed, connected, suspended | old suspended, new resumed | a few MiB a group, and |
+| | | | one connected communicator at a time |
 | `lazy` | init | old destroyed, new connected | an unconnected communicator |
+
+Where memory is short of that one too, a parked one is connected at the boundary. All that is for groups that training
+uses. Others are prepared likewise but not connected, and old ones of them aren't parked: from the boundary until the
+old ones are closed, old and new ones hold what an unconnected one does, 8 to 100 MiB.
 
 Imports neither torch nor NCCL.
 """
@@ -52,7 +56,7 @@ class NcclPolicy:
 
 
 def choose_switch(policy: NcclPolicy, *, can_park: bool, free_bytes: int, num_groups: int) -> str:
-    """This process's choice for a move that touches `num_groups` of its groups.
+    """This process's choice for a move for which it is to connect `num_groups` groups.
 
     `free_bytes` is the device's (cudaMemGetInfo), not the allocator's. Raises UserError when `parked` was asked for and
     the library can't.

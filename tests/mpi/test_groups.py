@@ -132,6 +132,10 @@ def test_the_probe_sees_the_same_sums_in_the_next_generation(process: Process) -
 
 
 def test_sums_of_a_slot_have_one_digest_whoever_holds_it(process: Process) -> None:
+    assert process.groups.sums_digest() == "", "nobody knows yet what is used"
+    process.check_sums()
+    if process.slot is not None:
+        process.groups.learn_used(lambda: None)
     before = world().allgather((process.slot, process.groups.sums_digest()))
     swap(process, 1, 3, 1)
     after = world().allgather((process.slot, process.groups.sums_digest()))

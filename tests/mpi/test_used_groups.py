@@ -40,7 +40,7 @@ def test_the_first_iteration_tells_what_is_used_and_a_joiner_learns_it() -> None
             if process.slot in PAIR:
                 dist.all_reduce(torch.zeros(1, device=device()), group=process.handles[PAIR])
             dist.all_reduce(torch.zeros(1, device=device()), group=process.handles[WHOLE])
-            groups.learn_used()
+            groups.learn_used(lambda: None)
             expect(process, {WHOLE, PAIR})
             assert all(groups._live[process.handles[slots].name].probe_digest for slots in connected(process))
         names = {slots: process.handles[slots].name for slots in (WHOLE, PAIR)} if process.slot in PAIR else None

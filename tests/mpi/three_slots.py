@@ -69,6 +69,7 @@ def start_job(used: frozenset[str] | None = None) -> Iterator[Process]:
         groups.prepare(0, store, range(JOB_SIZE), WAIT_S, used=used)
         groups.activate()
         groups.adopt()
+        groups.used = None  # so far
     world().barrier()
     del server
     yield made

@@ -55,10 +55,10 @@ def _end_as_rank(folder: Path, mode: str) -> NoReturn:
     total = world.allreduce(world.rank)
     _write(folder, str(world.rank), _describe() | {"size": world.size, "rank": world.rank, "sum": total})
     print(f"rank {world.rank} was here", flush=True)
-    world.Barrier()
-    unname_shared_memory()
     if world.rank == 0 and mode != "no_result":
         (folder / "result.json").write_text(json.dumps({"status": "completed" if mode == "ranks" else "failed"}))
+    world.Barrier()  # hydra ends all as soon as one has left in this way
+    unname_shared_memory()
     os._exit(0)
 
 

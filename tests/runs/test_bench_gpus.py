@@ -39,7 +39,7 @@ def test_every_part(fork_server: ForkServer, tmp_path: Path) -> None:
         assert all(by_column(section)[column, "downtime"] > 0 for column in columns)
     assert all("bit for bit" in section["notes"][0] for section in (first, second, switches))
     assert by_column(arms)["", "downtime, naive over full"] > 0
-    assert by_column(switches)["lazy", "old and new communicators"] == "lazy"
+    assert by_column(switches)["lazy", "old and new communicators"] == "lazy, connected"
     _check_kill(killed, done.returncode)
     assert f"bench_gpus: part kill; " in done.stdout and "| downtime | " in (tmp_path / "bench_gpus.md").read_text()
 

@@ -81,15 +81,18 @@ class Side:
         return found
 
 
-    def begin_generation(self, recovery: int, changed: int | None = None) -> None:
-        """All slots are ready and start; what they say of their sums is fake, and another word for slot `changed`."""
+    def begin_generation(self, recovery: int, changed: int | None = None, settles: bool = True) -> None:
+        """All slots are ready and start, and have done an iteration, if it `settles`. What they say of their sums is
+        fake, and another word for slot `changed`; before the run's first iteration they know nothing of them."""
         for rank in self.tally.roster.holders:
             self.hear("READY", rank, recovery=recovery)
         while not self.take("START"):
             self.tick()
+        sums = [f"fake digest {slot}{' changed' if slot == changed else ''}" for slot in range(CONFIG.job_size)]
         for slot, rank in enumerate(self.tally.roster.holders):
-            self.hear("STARTED", rank, recovery=recovery, iteration=0,
-                      sums=f"fake digest {slot}{' changed' if slot == changed else ''}")
+            self.hear("STARTED", rank, recovery=recovery, iteration=0, sums=sums[slot] if recovery else "")
+        for slot, rank in enumerate(self.tally.roster.holders if settles else ()):
+            self.hear("SUMS", rank, recovery=recovery, sums=sums[slot])
 
 
 class Two:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from migration import usage
 from migration.errors import DeadlineExpired
-from migration.sums import NOT_PROBED, Sums, differ
+from migration.sums import NOT_PROBED, Sums, are_same
 
 WAIT_S = 20.0
 
@@ -38,11 +38,12 @@ def test_who_has_not_told_is_named() -> None:
 
 
 @pytest.mark.parametrize("old, new, expected", [
-    ("a b", "a b", False), ("a b", "a c", True), ("a -", "a c", False), ("- b", "- b", False), ("- b", "a c", True),
-    ("", "", False), (None, "", False), (None, "a fault", True), ("a", "a b", True)])
-def test_what_was_not_probed_both_times_is_not_compared(old: str | None, new: str | None, expected: bool) -> None:
+    ("a b", "a b", True), ("a b", "a c", False), ("a -", "a c", None), ("a c", "a -", None), ("- b", "- b", True),
+    ("- b", "a c", False), ("", "", True), (None, "", True), (None, "a fault", False), ("a", "a b", False)])
+def test_what_was_probed_one_time_only_can_not_be_compared(old: str | None, new: str | None,
+                                                           expected: bool | None) -> None:
     assert NOT_PROBED == "-"
-    assert differ(old, new) is expected
+    assert are_same(old, new) is expected
 
 
 def test_sums_of_which_a_slot_knows_nothing_yet_are_not_known() -> None:
