@@ -17,11 +17,11 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
+from migration import usage
 from migration.communicators.base import Communicator
 from migration.communicators.closer import Closer
 from migration.communicators.makers import GlooMaker, Maker
 from migration.handles import place
-from migration import usage
 from migration.next_generation import NextGeneration, join_probes
 from third_party.pytorch import process_group as wiring
 
@@ -163,7 +163,20 @@ class Groups(NextGeneration):
         firsts = [keeps_bits for group_rank, keeps_bits in rebuilt if group_rank == 0]
         return len(firsts), firsts.count(False)
 
-    # ---- the first iteration
+    # ---- all slots together: a generation, and its first iteration
+
+    def begin(self, generation: int, store: dist.Store, slot: int, timeout_s: float) -> None:
+        """All groups of a generation, in which every slot is built: that of a run, or one after a loss.
+
+        Connected are those that somebody knows to be used; at first nobody knows, and none is. Collective over the job.
+        """
+        slots = range(dist.get_world_size())
+        usage.tell(store, slot, self.used)
+        used = usage.ask(store, slots, timeout_s)
+        self.prepare(generation, store, slots, timeout_s, used=used or frozenset())
+        self.activate()
+        self.adopt()
+        self.used = used
 
     def forget_use(self) -> None:
         """What was done so far, such as building the model, is not what training does."""
@@ -175,8 +188,9 @@ class Groups(NextGeneration):
 
         By the training thread. Collective over the job. `check` raises where operations were aborted.
         """
-        own = frozenset(name for name, handle in self.handles.items() if handle.is_used)
-        used = usage.union(own | (self.used or frozenset()), self.device, check)
+        own = {name for name, handle in self.handles.items() if handle.is_used}
+        own |= {name for name, communicator in self._live.items() if communicator.connects}  # a move was that early
+        used = usage.union(own | (self.used or set()), self.device, check)
         torch.cuda.empty_cache()  # NCCL takes its memory from the device, not from torch
         for name in sorted(used & self._live.keys(), key=place):
             self._live[name].connects = True

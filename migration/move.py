@@ -50,7 +50,7 @@ class MoveTally:
         self.plan: MovePlan | None = None
         self.position: int | None = None
         self._first_stop = 0
-        self.bits_kept = True
+        self.bits_kept: bool | None = True  # None: it can't be told
         self.reason = ""
         self._require_bitwise = require_bitwise
         self._machine = machine or Machine()
@@ -191,7 +191,10 @@ class MoveTally:
         if report in (Report.PREPARED, Report.VERIFIED):  # Gloo's are probed when prepared, NCCL's when connected
             found = self._compare_sums()
             different = [slot for slot, same in found.items() if same is False]
-            self.bits_kept = self.bits_kept and not different
+            if different:
+                self.bits_kept = False
+            elif None in found.values() and self.bits_kept:
+                self.bits_kept = None
             if different and self._require_bitwise:
                 return self.event(Event.DIGEST_DIFFERS,
                                   f"sums on the new communicators differ in their bits at slots {different}")

@@ -84,8 +84,10 @@ class MoveRecord:
         reason = tally.reason if not committed else ""
         if self.restored:
             reason += f"; {self.restored}"
-        if not tally.bits_kept:
+        if tally.bits_kept is False:
             reason += "sums on the new communicators have other bits than on the old ones"
+        if committed and tally.bits_kept is None:
+            reason += "whether sums keep their bits couldn't be told: it was prepared before the first iteration had ended"
         return {"move": tally.number, "request": self.request, "arm": self.arm,
                 "outcome": "COMMITTED" if committed else "ABORTED",
                 "reason": reason, "iteration": tally.position if committed else -1, "generation": tally.generation,

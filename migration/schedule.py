@@ -56,7 +56,7 @@ def spread_connects(names: Iterable[str], first: int, position: int, per_boundar
 
 
 class Schedule:
-    """Moves with an iteration, in its order, and moves to be made as soon as possible, in the order they came."""
+    """Moves with an iteration, in the order of their stops, and moves to be made as soon as possible, as they came."""
 
     def __init__(self, texts: Iterable[str], *, hold: bool, lead: int, arms: tuple[str, ...]) -> None:
         """`arms`: names of arms, which moves take in turn."""
@@ -78,7 +78,8 @@ class Schedule:
             self._queue.append(pending)
         else:
             self._scheduled.append(pending)
-            self._scheduled.sort(key=lambda p: p.request.iteration or 0)  # stable: first asked, first made
+            # In the order in which training comes there, which depends on the arm too. Stable: first asked, first made.
+            self._scheduled.sort(key=lambda p: p.arm.stop(p.earliest))
         return pending
 
     @property

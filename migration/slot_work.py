@@ -8,7 +8,7 @@ import dataclasses
 
 import torch.distributed as dist
 
-from migration import checkpoint, device, job, state, usage
+from migration import checkpoint, device, job, state
 from migration.check_measure import measure_slots
 from migration.config import Config
 from migration.costs import log_costs, take_costs
@@ -60,13 +60,7 @@ class SlotWork:
         tags = {"slot": slot, "generation": generation, "iteration": record["iteration"]}
         with self.timeline.span("connect", phase, **tags):
             with self.groups.meeting(tuple(record["store"]), _START_TIMEOUT_S) as store:
-                slots = range(self.config.job_size)
-                usage.tell(store, slot, self.groups.used)
-                used = usage.ask(store, slots, _START_TIMEOUT_S)  # at first nobody knows
-                self.groups.prepare(generation, store, slots, _START_TIMEOUT_S, used=used or frozenset())
-            self.groups.activate()
-            self.groups.adopt()
-            self.groups.used = used
+                self.groups.begin(generation, store, slot, _START_TIMEOUT_S)
             if self.member.figures is not None:
                 self.member.figures = dataclasses.replace(
                     self.member.figures, bytes_per_s=measure_slots(dist.group.WORLD, device.current_device()))

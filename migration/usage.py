@@ -7,7 +7,7 @@ job. Names are torch's running numbers, the same on all processes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from datetime import timedelta
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from migration.errors import DeadlineExpired
 
 
-def union(own: frozenset[str], device: torch.device, check: Callable[[], None]) -> frozenset[str]:
+def union(own: Set[str], device: torch.device, check: Callable[[], None]) -> frozenset[str]:
     """What any process of torch's world has used. Collective over it.
 
     `check` raises where operations were aborted, which leaves garbage behind without an error.

@@ -4,11 +4,14 @@ On the job of three_slots.py, and on a smaller one of which every slot moves.
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
 from four_ranks import WAIT_S, Background, device, make_maker, new_store, wait_until, world
-from three_slots import Process, start_job, swap
+from three_slots import JOB_SIZE, Process, swap
 from tiny_jobs import shared_groups
 
 pytestmark = pytest.mark.fast
@@ -29,30 +32,104 @@ def expect(process: Process, used: set[tuple[int, ...]]) -> None:
     assert found == (own if device().type == "cpu" else own & used), (process.slot, found)
 
 
+@contextmanager
+def begun_job() -> Iterator[Process]:
+    """As `start_job`, but begun as a run is."""
+    process = Process(groups=shared_groups(), slot=None, handles={})
+    process.groups.used = None
+    if world().rank < JOB_SIZE:
+        process.open(world().rank)
+    begin(process, 0)
+    yield process
+    if process.slot is not None:
+        process.close()
+    wait_until(lambda: process.groups.num_communicators <= 1, "communicators to close")
+    world().barrier()
+
+
+def begin(process: Process, generation: int) -> None:
+    server, store = new_store()
+    if process.slot is not None:
+        process.groups.begin(generation, store, process.slot, WAIT_S)
+    world().barrier()
+    del server
+
+
+def use(process: Process) -> None:
+    """The whole job's group, and slots 0 and 2 their pair."""
+    if process.slot is not None:
+        process.groups.forget_use()
+        for slots in (WHOLE, *(PAIR,) * (process.slot in PAIR)):
+            dist.all_reduce(torch.zeros(1, device=device()), group=process.handles[slots])
+
+
 def test_the_first_iteration_tells_what_is_used_and_a_joiner_learns_it() -> None:
     """Slot 1 takes no part in the pair's sums, and its process learns of them all the same; so does its joiner."""
-    with start_job(used=frozenset()) as process:
+    with begun_job() as process:
         groups = process.groups
+        assert groups.used is None and groups.sums_digest() == ""
         if process.slot is not None:
             expect(process, set())
             process.check_sums()  # on whatever is used NCCL connects by itself
-            groups.forget_use()
-            if process.slot in PAIR:
-                dist.all_reduce(torch.zeros(1, device=device()), group=process.handles[PAIR])
-            dist.all_reduce(torch.zeros(1, device=device()), group=process.handles[WHOLE])
+        use(process)
+        if process.slot is not None:
             groups.learn_used(lambda: None)
             expect(process, {WHOLE, PAIR})
             assert all(groups._live[process.handles[slots].name].probe_digest for slots in connected(process))
-        names = {slots: process.handles[slots].name for slots in (WHOLE, PAIR)} if process.slot in PAIR else None
-        used = frozenset(world().bcast(names, root=0).values())
+        used = names_used(process)
         assert groups.used == (used if process.slot is not None else None)
+        sums = world().allgather(groups.sums_digest())
         swap(process, 1, 3, 1)
         assert groups.used == used
         if process.slot is not None:
+            assert groups.sums_digest() == sums[process.slot]
             expect(process, {WHOLE, PAIR})
             process.check_sums()
             wait_until(lambda: groups.num_communicators == 4, "the old generation to close")
         world().barrier()
+
+
+def test_a_generation_after_a_loss_begins_with_what_the_survivors_know() -> None:
+    """Rank 1 is lost, and rank 3, which was a spare, begins with its slot."""
+    with begun_job() as process:
+        groups = process.groups
+        use(process)
+        if process.slot is not None:
+            groups.learn_used(lambda: None)
+        used, sums = names_used(process), world().allgather(groups.sums_digest())
+        slot = {0: 0, 2: 2, 3: 1}.get(world().rank)
+        if process.slot is not None:
+            process.close()
+        if slot is not None:
+            process.open(slot)
+        begin(process, 1)
+        if process.slot is not None:
+            assert groups.used == used
+            expect(process, {WHOLE, PAIR})
+            assert groups.sums_digest() == sums[process.slot], "known before the first iteration"
+            process.check_sums()
+
+
+def test_an_abort_while_it_is_learned_leaves_what_was_known() -> None:
+    class Aborted(Exception):
+        pass
+
+    def aborted() -> None:
+        raise Aborted
+
+    with begun_job() as process:
+        use(process)
+        if process.slot is not None:
+            with pytest.raises(Aborted):
+                process.groups.learn_used(aborted)
+            assert process.groups.used is None
+        world().barrier()
+
+
+def names_used(process: Process) -> frozenset[str]:
+    """Of the groups in `use`. Collective over the world."""
+    names = [process.handles[slots].name for slots in (WHOLE, PAIR)] if world().rank == 0 else None
+    return frozenset(world().bcast(names, root=0))
 
 
 @pytest.mark.parametrize("switch", ["parked", "lazy"])

@@ -58,18 +58,17 @@ class Process:
 
 
 @contextmanager
-def start_job(used: frozenset[str] | None = None) -> Iterator[Process]:
-    """A job in generation 0 on ranks 0 to 2; rank 3 holds nothing. `used`: names of groups to connect; None: all."""
+def start_job() -> Iterator[Process]:
+    """A job in generation 0 on ranks 0 to 2; rank 3 holds nothing. All its groups are connected."""
     groups = shared_groups()
     groups.used = None  # of another job
     made = Process(groups=groups, slot=None, handles={})
     server, store = new_store()
     if world().rank < JOB_SIZE:
         made.open(world().rank)
-        groups.prepare(0, store, range(JOB_SIZE), WAIT_S, used=used)
+        groups.prepare(0, store, range(JOB_SIZE), WAIT_S)
         groups.activate()
         groups.adopt()
-        groups.used = None  # so far
     world().barrier()
     del server
     yield made

@@ -12,6 +12,7 @@ import pytest
 from test_takeover import ALL, MEMBERS, Side, Two, probes
 
 from migration.move import Report
+from migration.protocol import Phase
 
 
 def prepared(two: Two, **of_one: Any) -> list[Any]:
@@ -47,30 +48,29 @@ def test_the_next_move_does_not_remember_it(tmp_path: Path) -> None:
 
 def in_the_first_iteration(run: Path, **options: Any) -> Side:
     side = Side(run, 0, **options)
-    side.is_answered = True  # by the deputy
     for spare in ALL[4:]:
         side.hear("READY", spare, recovery=0)
     side.begin_generation(0, settles=False)
     return side
 
 
-def is_prepared(side: Side) -> bool:
-    side.tick(1.0)
-    return bool(side.take("PREPARE"))
+def is_begun(side: Side) -> bool:
+    side.tick()
+    return side.tally.phase is Phase.PREPARING
 
 
 def test_a_move_waits_until_it_is_known_what_training_uses(tmp_path: Path) -> None:
     side = in_the_first_iteration(tmp_path)
     side.controller.request_move("b->c", "test")
-    assert not is_prepared(side)
+    assert not is_begun(side)
     for rank in range(3):
         side.hear("SUMS", rank, recovery=0, sums=f"fake digest {rank}")
-    assert not is_prepared(side), "slot 3 doesn't know yet"
+    assert not is_begun(side), "slot 3 doesn't know yet"
     side.hear("SUMS", 3, recovery=0, sums="fake digest 3")
-    assert is_prepared(side)
+    assert is_begun(side)
 
 
 @pytest.mark.parametrize("iteration, begins", [(1, True), (2, False)])
 def test_but_not_where_training_waits_for_it_before_that(tmp_path: Path, iteration: int, begins: bool) -> None:
     """The switch before iteration 1 is inside iteration 0, which shows what is used only when it is done."""
-    assert is_prepared(in_the_first_iteration(tmp_path, vacate=(f"b->c@{iteration}",), hold=True)) is begins
+    assert is_begun(in_the_first_iteration(tmp_path, vacate=(f"b->c@{iteration}",), hold=True)) is begins

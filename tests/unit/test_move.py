@@ -155,6 +155,18 @@ def test_what_ends_the_job_is_its_reason() -> None:
 
 
 @pytest.mark.parametrize("require_bitwise", [False, True])
+def test_what_was_not_probed_before_is_not_vouched_for(require_bitwise: bool) -> None:
+    move = advance_to(Phase.PREPARING, require_bitwise=require_bitwise)
+    deliver(move, Report.PREPARED, MEMBERS[:-1])
+    actions = move.report(Report.PREPARED, 5, 0, probes(5, "-"))
+    if require_bitwise:
+        assert actions == (Action.SEND_ABORT,)
+        assert_aborted(move, "before the first iteration has shown which communicators are used: move later")
+    else:
+        assert move.bits_kept is None and actions == (Action.PROPOSE_POSITION,)
+
+
+@pytest.mark.parametrize("require_bitwise", [False, True])
 def test_probes_that_differ(require_bitwise: bool) -> None:
     move = advance_to(Phase.PREPARING, require_bitwise=require_bitwise)
     deliver(move, Report.PREPARED, MEMBERS[:-1])

@@ -50,6 +50,15 @@ def test_arms_are_taken_in_turn_and_say_where_training_waits() -> None:
     assert [due(schedule, at) for at in (11, 12, 19)] == [None, "b2@12", None], "stopped before it is prepared"
 
 
+@pytest.mark.parametrize("arms", [("naive", "full"), ("two_stage", "full"), ("full", "naive")])
+def test_where_training_comes_first_is_the_first_to_be_prepared(arms: tuple[str, ...]) -> None:
+    """Before one iteration, but the cut is inside the iteration before: training waits there for that one."""
+    schedule = Schedule(["b@12", "c@12"], hold=True, lead=4, arms=arms)
+    assert min(schedule.holds) == 23
+    first = schedule.pop_due(11)
+    assert first is not None and (first.arm_name, first.hold) == ("full", 23)
+
+
 def test_naive_holds_without_being_asked_to() -> None:
     assert Schedule(["b1@12"], hold=False, lead=3, arms=("naive",)).holds == {24}
     assert not Schedule(["b1@12"], hold=False, lead=3, arms=("full",)).holds
