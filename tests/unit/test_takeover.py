@@ -88,11 +88,18 @@ class Side:
             self.hear("READY", rank, recovery=recovery)
         while not self.take("START"):
             self.tick()
-        sums = [f"fake digest {slot}{' changed' if slot == changed else ''}" for slot in range(CONFIG.job_size)]
         for slot, rank in enumerate(self.tally.roster.holders):
-            self.hear("STARTED", rank, recovery=recovery, iteration=0, sums=sums[slot] if recovery else "")
-        for slot, rank in enumerate(self.tally.roster.holders if settles else ()):
-            self.hear("SUMS", rank, recovery=recovery, sums=sums[slot])
+            self.hear("STARTED", rank, recovery=recovery, iteration=0, sums=fake_sums(slot, changed) if recovery else "")
+        if settles:
+            self.end_first_iteration(recovery, changed)
+
+    def end_first_iteration(self, recovery: int, changed: int | None = None) -> None:
+        for slot, rank in enumerate(self.tally.roster.holders):
+            self.hear("SUMS", rank, recovery=recovery, sums=fake_sums(slot, changed))
+
+
+def fake_sums(slot: int, changed: int | None) -> str:
+    return f"fake digest {slot}{' changed' if slot == changed else ''}"
 
 
 class Two:
@@ -106,7 +113,9 @@ class Two:
         self.deputy.look(time.monotonic())
         for spare in ALL[4:]:
             self.first.hear("READY", spare, recovery=0)
-        self.first.begin_generation(0)
+        self.first.begin_generation(0, settles=False)
+        self.settle()  # the deputy is appointed, and knows of no sums yet
+        self.first.end_first_iteration(0)
         self.settle()
 
     def lose_other(self, rank: int) -> None:
@@ -395,6 +404,16 @@ def test_sums_are_compared_with_those_that_the_last_controller_was_told(tmp_path
     second.begin_generation(2, changed)
     assert second.tally.phase is Phase.TRAINING
     assert [row["keeps_bits"] for row in second.controller._record.recoveries] == [None, changed is None]
+
+
+def test_the_next_controller_knows_the_sums_that_the_first_iteration_gave(tmp_path: Path) -> None:
+    second = Two(tmp_path, rank=6).lose()
+    second.tick(1.0)
+    second.controller._suspect(3, "gone", has_died=True)
+    second.tick(1.0)
+    assert second.tally.phase is Phase.RECOVERING
+    second.begin_generation(1)
+    assert [row["keeps_bits"] for row in second.controller._record.recoveries] == [True]
 
 
 def test_a_move_that_changes_sums_says_so_to_the_recovery_after_it(two: Two) -> None:
