@@ -130,7 +130,7 @@ class Succession(Recovery, Stopping, Leaving):
                 "move": None if self._move is None else self._move.to_json(), "may_be_closed": self._may_be_closed,
                 "positions": list(self._positions.items()), "finished": sorted(self._finished),
                 "times_s": list(self._times_s), "heard": list(self._heard.items()), "verdict": self._verdict,
-                "sums": self._sums.to_json()}
+                "sums": self._sums.to_json(), "begins_at": self._begins_at, "to_settle": sorted(self._to_settle)}
 
     def _load(self, state: dict[str, Any]) -> None:
         self._tally.load_json(state["tally"])
@@ -189,6 +189,8 @@ class Succession(Recovery, Stopping, Leaving):
     def inherit(self, state: dict[str, Any]) -> None:
         """Go on where the last controller resigned, and tell everybody."""
         self._load(state)
+        # told to who resigned, it is passed on; after a takeover nobody would tell it again, and nothing waits for it
+        self._begins_at, self._to_settle = state["begins_at"], set(state["to_settle"])
         self.timeline.add_event("controller", f"world rank {self.world.rank} is the controller, term {self.term}")
         self._tell_controller()
 

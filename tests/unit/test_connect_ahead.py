@@ -5,6 +5,7 @@ prepared, and for which of these they lack the room.
 """
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,13 @@ def test_a_move_waits_until_it_is_known_what_training_uses(tmp_path: Path) -> No
 def test_but_not_where_training_waits_for_it_before_that(tmp_path: Path, iteration: int, begins: bool) -> None:
     """The switch before iteration 1 is inside iteration 0, which shows what is used only when it is done."""
     assert is_begun(in_the_first_iteration(tmp_path, vacate=(f"b->c@{iteration}",), hold=True)) is begins
+
+
+def test_a_controller_to_which_the_role_is_handed_waits_as_well(tmp_path: Path) -> None:
+    first, second = in_the_first_iteration(tmp_path), Side(tmp_path, 4, term=1)
+    second.controller.inherit(json.loads(json.dumps(first.controller._state(0))))
+    second.controller.request_move("b->c", "test")
+    assert not is_begun(second)
+    for rank in range(4):
+        second.hear("SUMS", rank, recovery=0, sums=f"fake digest {rank}")
+    assert is_begun(second)
