@@ -103,7 +103,7 @@ class NextGeneration(Handles):
                                      "(policy lazy): the device lacks memory for a second connected one, and this NCCL "
                                      "can't park (2.30.3 can); free memory, take that NCCL, or --allow-lazy")
                 self._maker.connect_beside(communicator)
-                if communicator.probes_when_prepared:
+                if communicator.probes_when_prepared and communicator.connects:
                     communicator.probe(self.device)
                 after_each(communicator, len(handles) - 1 - number)
         when_first()  # once more, where these were all

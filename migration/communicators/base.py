@@ -43,7 +43,7 @@ class StageCost:
 class Communicator(ABC):
     """The members of one process group, connected or about to be. `inner` is what a handle forwards to."""
 
-    probes_when_prepared = True  # False where a probe would connect: then it comes with `activate`
+    probes_when_prepared = True  # if training uses it; False where a probe would connect: then it comes with `activate`
 
     def __init__(self, name: str, slots: tuple[int, ...], group_rank: int) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class Communicator(ABC):
         self.work_s = 0.0  # of stage 1, what training may feel: without the wait for members that come later
         self.costs: dict[str, StageCost] = {}  # of each stage, the last time
         self._untold: list[tuple[str, StageCost]] = []
-        self.connects = True  # in stage 2; else NCCL does it when the group is first used, if ever
+        self.connects = True  # and is probed; else NCCL connects when the group is first used, if ever
         self.switch = ""  # how an old one makes room for a new one: connected (it needn't), parked, lazy (it is closed)
 
     @abstractmethod
@@ -92,9 +92,9 @@ class Communicator(ABC):
         self.activate_and_probe(device)
 
     def activate_and_probe(self, device: torch.device) -> None:
-        """`activate`, and `probe` unless that was done, where it connects. Collective over the members then."""
+        """`activate`, and `probe` unless that was done, if training uses it. Collective over the members then."""
         self.activate()
-        if self.is_connected and not self.probe_digest:
+        if self.connects and not self.probe_digest:
             self.probe(device)
 
     @abstractmethod

@@ -30,6 +30,8 @@ def expect(process: Process, used: set[tuple[int, ...]]) -> None:
     found = connected(process)
     own = {slots for slots in process.handles if len(slots) > 1}
     assert found == (own if device().type == "cpu" else own & used), (process.slot, found)
+    probed = {slots for slots in own if process.groups._live[process.handles[slots].name].probe_digest}
+    assert probed == own & used, (process.slot, probed)
 
 
 @contextmanager
@@ -75,7 +77,6 @@ def test_the_first_iteration_tells_what_is_used_and_a_joiner_learns_it() -> None
         if process.slot is not None:
             groups.learn_used(lambda: None)
             expect(process, {WHOLE, PAIR})
-            assert all(groups._live[process.handles[slots].name].probe_digest for slots in connected(process))
         used = names_used(process)
         assert groups.used == (used if process.slot is not None else None)
         sums = world().allgather(groups.sums_digest())
