@@ -156,7 +156,8 @@ class Groups(NextGeneration):
                     store = store or met.enter_context(self.meeting(store_address, timeout_s, after_abort=True))
                     before = communicator.probe_digest
                     communicator.rebuild(store, timeout_s)
-                    rebuilt.append((handle.rank(), before == communicator.probe(self.device)))
+                    # one that training doesn't use wasn't probed before either
+                    rebuilt.append((handle.rank(), not before or before == communicator.probe(self.device)))
                 else:
                     communicator.resume()
                 handle.inner = communicator.inner
