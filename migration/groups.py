@@ -42,9 +42,14 @@ class Groups(NextGeneration):
         self._live: dict[str, Communicator] = {}
 
     @property
+    def live(self) -> list[Communicator]:
+        """The communicators of this generation."""
+        return list(self._live.values())
+
+    @property
     def communicators(self) -> list[Communicator]:
         """Live ones and those being prepared, but for the one of the groups of one."""
-        return [*self._live.values(), *self._next.values()]
+        return [*self.live, *self._next.values()]
 
     @property
     def num_communicators(self) -> int:
@@ -198,11 +203,6 @@ class Groups(NextGeneration):
             self._live[name].activate_and_probe(self.device)
         check()
         self.used = used
-
-    @property
-    def live(self) -> list[Communicator]:
-        """The communicators of this generation."""
-        return list(self._live.values())
 
     # ---- the end of a generation, or of all
 

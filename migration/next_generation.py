@@ -86,7 +86,7 @@ class NextGeneration(Handles):
         alone = self.within(slots)
         self._next_used = used
         handles = sorted(self.touched(slots), key=lambda h: h.name not in early)  # stable
-        num_connected = sum(used is None or handle.name in used for handle in handles)
+        connected = {handle.name for handle in handles if used is None or handle.name in used}
         self._closer.hurry()  # what is still to be closed takes the room of what comes now
         with self._maker.background():
             self._make_solo()
@@ -94,8 +94,8 @@ class NextGeneration(Handles):
                 if number == len(early):
                     when_first()
                 communicator = self._maker.make(f"g{generation}/{handle.name}", handle.slots, handle.rank(),
-                                                num_groups=num_connected, beside_old=handle.name not in alone)
-                communicator.connects = used is None or handle.name in used
+                                                num_groups=len(connected), beside_old=handle.name not in alone)
+                communicator.connects = handle.name in connected
                 self._add_next(handle.name, communicator)  # before it is prepared: `abort_next` can end that too
                 communicator.prepare(store, timeout_s)
                 if communicator.connects and communicator.switch == "lazy" and not self._maker.allow_lazy:

@@ -48,7 +48,7 @@ class SlotWork:
         """
         slot, generation = self.member.slot, self.member.generation
         assert slot is not None
-        phase = "RECOVERING" if self.member.num_recoveries else "STARTUP"
+        phase = self._start_phase
         with self.timeline.span("build", phase, slot=slot, generation=generation):
             job.open_groups(self.config, slot, self.groups)
             made = Job(self.config, slot, self.groups, self.samples)
@@ -78,13 +78,17 @@ class SlotWork:
                          sums=self.groups.sums_digest())
         return made
 
+    @property
+    def _start_phase(self) -> str:
+        """Of the spans in which all slots begin together."""
+        return "RECOVERING" if self.member.num_recoveries else "STARTUP"
+
     def finish_start(self, made: Job) -> None:
         """After the first iteration since all slots began: connect the groups that it has used.
 
         Collective over the job.
         """
-        phase = "RECOVERING" if self.member.num_recoveries else "STARTUP"
-        with self.timeline.span("connect_used", phase, slot=made.slot, generation=self.member.generation):
+        with self.timeline.span("connect_used", self._start_phase, slot=made.slot, generation=self.member.generation):
             self.groups.learn_used(self.member.check)
         if self._own_time is not None:
             self._own_time.waits.take()  # they are of no iteration

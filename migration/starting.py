@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from migration.actions import Actions
-from migration.arms import boundary
+from migration.arms import cut
 from migration.checkpoint_files import Start
 from migration.checkpoint_writing import give_up_unfinished
 from migration.protocol import Event, Phase
@@ -69,9 +69,9 @@ class Starting(Actions):
 
     def _on_sums(self, record: Record) -> None:
         """After the first iteration: nobody knew before what training uses."""
-        if not self._is_current(record) or record["from"] not in self._tally.roster.holders:
+        slot = self._tally.roster.slot_of(record["from"])
+        if slot is None or not self._is_current(record):
             return
-        slot = self._tally.roster.holders.index(record["from"])
         note = self._sums.note if len(self._started) == self.config.job_size else self._sums.begin
         note(slot, record["sums"])
         self._to_settle.discard(slot)
@@ -82,7 +82,7 @@ class Starting(Actions):
     def _may_prepare(self) -> bool:
         """Whether members know which groups to connect, or training waits for a move before they can."""
         hold = self._schedule.next_hold(self._begins_at)
-        return not self._to_settle or (hold is not None and hold <= boundary(self._begins_at) + 1)
+        return not self._to_settle or (hold is not None and hold <= cut(self._begins_at))
 
     def _on_started(self, record: Record) -> None:
         if not self._is_current(record):

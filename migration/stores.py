@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from migration.errors import MoveFailed
+from migration.errors import DeadlineExpired, MoveFailed
 
 _CONNECT_S = 20.0
 
@@ -23,6 +23,16 @@ def start_store(host: str) -> dist.TCPStore:
     controller hangs, members end their own waits (`StoreClient.end`).
     """
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def wait_for_keys(store: dist.Store, keys: list[str], timeout_s: float, what: str) -> None:
+    """Until all members have set theirs. Raises DeadlineExpired, naming the keys that are missing, and RuntimeError at
+    once when the store's server goes away."""
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        missing = ", ".join(key for key in keys if not store.check([key]))
+        raise DeadlineExpired(f"{what}: waited {timeout_s:.1f} s in vain for {missing} of the members") from error
 
 
 def connect_store(address: tuple[str, int], timeout_s: float) -> dist.TCPStore:

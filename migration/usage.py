@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Set
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from migration.errors import DeadlineExpired
+from migration.stores import wait_for_keys
 
 
 def union(own: Set[str], device: torch.device, check: Callable[[], None]) -> frozenset[str]:
@@ -45,11 +44,7 @@ def ask(store: dist.Store, slots: Iterable[int], timeout_s: float) -> frozenset[
     Raises DeadlineExpired if one hasn't told in `timeout_s`, and RuntimeError when the store's server goes away.
     """
     keys = [_key(slot) for slot in slots]
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except dist.DistStoreError as error:
-        missing = ", ".join(key for key in keys if not store.check([key]))
-        raise DeadlineExpired(f"waited {timeout_s:.1f} s in vain for {missing}") from error
+    wait_for_keys(store, keys, timeout_s, "groups that training uses")
     known = [used for used in (json.loads(store.get(key)) for key in keys) if used is not None]
     return frozenset(name for used in known for name in used) if known else None
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from migration.communicators.nccl_policy import weakest
-from migration.errors import DeadlineExpired
+from migration.stores import wait_for_keys
 
 
 def meet(store: dist.Store, name: str, group_rank: int, group_size: int, switch: str, make_id: Callable[[], bytes],
@@ -27,7 +26,7 @@ def meet(store: dist.Store, name: str, group_rank: int, group_size: int, switch:
     agreed = agreed_switch(store, name, group_size, ends_s)
     if group_rank == 0:
         own.set("id", make_id().hex())
-    _wait(own, ["id"], name, ends_s)
+    wait_for_keys(own, ["id"], _left_s(ends_s), name)
     return agreed, bytes.fromhex(own.get("id").decode())
 
 
@@ -35,14 +34,9 @@ def agreed_switch(store: dist.Store, name: str, group_size: int, ends_s: float) 
     """What the members of `name` do. Waits for all of them. For a leaver too: no member, but it parks the old one."""
     own = dist.PrefixStore(name, store)
     keys = [f"switch/{rank}" for rank in range(group_size)]
-    _wait(own, keys, name, ends_s)
+    wait_for_keys(own, keys, _left_s(ends_s), name)
     return weakest(own.get(key).decode() for key in keys)
 
 
-def _wait(store: dist.Store, keys: list[str], name: str, ends_s: float) -> None:
-    left_s = max(ends_s - time.monotonic(), 0.001)
-    try:
-        store.wait(keys, timedelta(seconds=left_s))
-    except dist.DistStoreError as error:
-        missing = ", ".join(key for key in keys if not store.check([key]))
-        raise DeadlineExpired(f"{name}: waited {left_s:.1f} s in vain for {missing} of the members") from error
+def _left_s(ends_s: float) -> float:
+    return max(ends_s - time.monotonic(), 0.001)
