@@ -17,9 +17,10 @@ starting.py (all slots begin a generation together), member.py (what a process d
 (where training may stop), part.py (a process's part), part_threads.py (what its threads call), preparation.py and
 switchover.py (what it does in these phases), acceptance.py (is a joiner fit for its slot), pacing.py (how long threads
 beside training rest), handles.py and groups.py (process groups that outlive their communicator), next_generation.py
-(their next ones), usage.py (which of them training uses), communicators/ (what is inside), stores.py (where members of
-one meet), costs.py (what those take), state_kinds.py (every kind of state that moves), state.py (all of a slot's),
-digest.py, digest_sums.py and digest_triton.py (whether it came over whole), faults.py.
+(their next ones), usage.py (which of them training uses), communicators/ (what is inside), heap.py (gives the system
+back what they had), stores.py (where members of one meet), costs.py (what those take), state_kinds.py (every kind of
+state that moves), state.py (all of a slot's), digest.py, digest_sums.py and digest_triton.py (whether it came over
+whole), faults.py.
 
 Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of
 each experiment).

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 
+from migration import heap
 from migration.communicators.base import Communicator
 from migration.pacing import close_pause_s
 
@@ -15,7 +16,7 @@ class Closer:
     But it also takes about 2 ms of a core, in Gloo's threads: all at once, right after the switch, that was 8 % of the
     first iteration where cores are scarce. On GPUs it takes longer and frees device memory, for which the device stops.
     So there is a pause before each: at least `pause_s`, and as long as it takes that closing has no more than `share`
-    of the time.
+    of the time. After the last one the system gets back what all of them had.
     """
 
     def __init__(self, pause_s: float, share: float = 1.0) -> None:
@@ -71,6 +72,8 @@ class Closer:
             communicator.close()
             last_s = time.perf_counter() - started_s
             del communicator
+            if self.num_waiting == 1:  # it was the last
+                heap.give_back()
             with self._lock:
                 self._queue.popleft()
                 if not self._queue:
