@@ -11,13 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis.device_memory import Sample
-from analysis.gpu_figures import DEVICE_SLACK_MIB, FD_SLACK, THREAD_SLACK
+from analysis.gpu_figures import DEVICE_SLACK_MIB, THREAD_SLACK
 from analysis.gpu_moves import pause_of
 from analysis.log import Run
 from analysis.moves import MoveFigures
 from analysis.results import Figure, format_value
 
 _RSS_AT_MOST = 1.05
+# How many a process has depends on its slot and on which hosts its groups' members are on, so the mean is judged, and of
+# one process only what would be two a move.
+_FDS_MEAN_AT_MOST, _FDS_AT_MOST = 1, 8
 _LAST_PART = 0.3  # of the time after a move: the samples of it that count
 # Of a process, on its GPU: a communicator or two that are not closed yet when it is looked at. A generation that was
 # left behind would be ten times as much.
@@ -57,7 +60,9 @@ def look_after(run: Run, samples: Sequence[Sample], moves: Sequence[MoveFigures]
 def flatness_figures(before: Settled, after: Settled, *, on_gpu: bool,
                      processes_a_gpu: int) -> tuple[list[Figure], str]:
     """(figures, what grew; empty if nothing)."""
-    figures = [_growth("descriptors", before.by_process("num_fds"), after.by_process("num_fds"), FD_SLACK),
+    figures = [_growth("descriptors", before.by_process("num_fds"), after.by_process("num_fds"), _FDS_AT_MOST),
+               _mean_growth("descriptors, mean of all processes", before.by_process("num_fds"),
+                            after.by_process("num_fds"), _FDS_MEAN_AT_MOST),
                _growth("threads", before.by_process("num_threads"), after.by_process("num_threads"), THREAD_SLACK),
                _growth("communicators of a slot", before.groups, after.groups, 0),
                _rss(before.by_process("rss_bytes"), after.by_process("rss_bytes"))]
@@ -78,6 +83,13 @@ def _growth(what: str, before: dict[int, float] | dict[int, int], after: dict[in
     """The most of any that is in both; None, which is not flat, where there is none."""
     grown = max((after[key] - before[key] for key in before if key in after), default=None)
     return Figure(name=f"{what}, grown {_WHEN}", value=grown, unit=unit, at_most=at_most)
+
+
+def _mean_growth(what: str, before: dict[int, int], after: dict[int, int], at_most: float) -> Figure:
+    """Of those that are in both; None, which is not flat, where there is none."""
+    both = before.keys() & after.keys()
+    grown = sum(after[key] - before[key] for key in both) / len(both) if both else None
+    return Figure(name=f"{what}, grown {_WHEN}", value=grown, at_most=at_most)
 
 
 def _rss(before: dict[int, int], after: dict[int, int]) -> Figure:

@@ -33,6 +33,7 @@ TIMEOUT_S = 60.0  # of one preparation
 RESTS_S = pacing.all_rests_s(Options(run="").prepare_deadline_s, float("inf"))  # as in a long run
 HANG_S = 150.0 + RESTS_S  # after which a round is hung
 WARM_UP = 5       # iterations that count for nothing, at the start
+MOVING = (0,)     # the slot that would move: it is in every group, and in none alone, so that each has an old one too
 POLL_S = 0.002
 
 
@@ -116,7 +117,7 @@ class _Course:
         job.tie_embeddings()
         num_live = len(groups.touched(slots))
         groups.most = own.arguments["num_groups"]
-        self.num_groups = len(groups.touched(slots))
+        self.num_groups = len(groups.touched(MOVING))
         self._train(job, WARM_UP, None, "after_join")
         if self._num_rounds:
             self._train(job, own.arguments["alone"], None, "undisturbed")
@@ -141,7 +142,7 @@ class _Course:
         return self._own.store.get(key) == b"1"
 
     def _round(self, job: Job, number: int) -> None:
-        preparer = Preparer(self._own, self._groups, number, self._config.job_size)
+        preparer = Preparer(self._own, self._groups, number)
         preparer.start()
         ends_s, stride = time.monotonic() + HANG_S, 0
         self._train(job, self._own.arguments["stride"], preparer, "undisturbed")
@@ -177,9 +178,9 @@ class _Course:
 class Preparer(threading.Thread):
     """One preparation of all groups for a generation that never comes."""
 
-    def __init__(self, own: Rank, groups: Groups, number: int, job_size: int) -> None:
+    def __init__(self, own: Rank, groups: Groups, number: int) -> None:
         super().__init__(name="prepare", daemon=True)
-        self._own, self._groups, self._number, self._job_size = own, groups, number, job_size
+        self._own, self._groups, self._number = own, groups, number
         self.prepared_s = self.closed_s = float("inf")
         self.row: dict[str, float] = {}  # of the round's figures
         self._rests_s = 0.0
@@ -203,12 +204,15 @@ class Preparer(threading.Thread):
         server, store = fresh_store(own, f"round {self._number}")
         free_before, started_s = free_bytes(device), time.perf_counter()
         self._rests_until_s = time.monotonic() + RESTS_S
-        groups.prepare(1 + self._number, store, range(self._job_size), TIMEOUT_S, after_each=self._rest)
+        groups.prepare(1 + self._number, store, MOVING, TIMEOUT_S, after_each=self._rest)
         device_bytes = free_before - free_bytes(device)
         self.prepared_s = time.perf_counter()
         own.barrier(f"round {self._number} prepared")
         del server
         prepared = [communicator for communicator in groups.communicators if communicator not in live]
+        wanted = own.arguments["switch"]
+        if unlike := [f"{c.name} {c.switch}" for c in prepared if c.switch != wanted]:
+            raise RuntimeError(f"these were prepared otherwise than {wanted}: {', '.join(unlike)}")
         groups.discard()
         wait_for(lambda: groups.num_communicators <= num_held, HANG_S, "what was prepared to close")
         self.closed_s = time.perf_counter()

@@ -119,8 +119,8 @@ class Issued:
                 setattr(pair.inner, name, self._counting(getattr(pair.inner, name)))
 
     def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any) -> Any:
-            work = call(*args)
+        def counted(*args: Any, **options: Any) -> Any:
+            work = call(*args, **options)
             self.num += 1
             return work
 
