@@ -55,14 +55,15 @@ class Rates:
     settle: int = 30
 
 
-# An H200 for each process: 4.6 s for 1e15 operations, sockets between virtual hosts at 3.6 GB/s (one pair alone), 17
-# groups connected in 0.1 to 0.3 s each. Four processes on an H200: 9.4 s of preparation and 6.2 s of connecting.
+# An H200 for each process: 4.6 s for 1e15 operations, sockets between virtual hosts at 3.6 GB/s (one pair alone), the
+# groups that training uses connected in 0.1 to 0.3 s each. Four processes on an H200: 32 s for 96 iterations from the
+# launch on, 2.5 s more for each move that is held for, 6 to 8 s for one beside which training goes on.
 OWN = Rates(kind="a GPU for every process", settings=(
     "num_layers=2", "hidden_size=2048", "num_attention_heads=16", "seq_length=1024", "num_microbatches=2", "lr=1e-4"),
-    imports_s=15.0, start_s=10.0, iteration_s=0.1, move_s=4.5, parked_s=5.0, flops=2.0e14, host_bytes_s=3.0e9,
+    imports_s=15.0, start_s=10.0, iteration_s=0.1, move_s=4.5, parked_s=2.0, flops=2.0e14, host_bytes_s=3.0e9,
     write_bytes_s=0.7e9, read_bytes_s=1.5e9)
-SHARED = Rates(kind="several processes a GPU", settings=(), imports_s=25.0, start_s=20.0, iteration_s=0.2, move_s=12.0,
-               parked_s=12.0, flops=0.5e14, host_bytes_s=0.8e9, write_bytes_s=0.5e9, read_bytes_s=1e9)
+SHARED = Rates(kind="several processes a GPU", settings=(), imports_s=20.0, start_s=12.0, iteration_s=0.22, move_s=5.0,
+               parked_s=2.0, flops=0.5e14, host_bytes_s=0.8e9, write_bytes_s=0.5e9, read_bytes_s=1e9)
 CPU = Rates(kind="no GPU", settings=("num_microbatches=1",), imports_s=15.0, start_s=5.0, iteration_s=0.2, move_s=1.5,
             parked_s=0.0, flops=1e10, host_bytes_s=1e8, write_bytes_s=1e8, read_bytes_s=1e8, settle=8)
 

@@ -42,7 +42,8 @@ def preload() -> None:
     # 0.19 reads a checkpoint's common part in a way that torch warns of, on every rank
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint\..*")
     for name in ("megatron.core.rerun_state_machine", "megatron.core.models.gpt.gpt_model",
-                 "torch.utils.cpp_extension"):  # says that it exists, that it is old, that there is no GPU
+                 "megatron.core.distributed.distributed_data_parallel", "torch.utils.cpp_extension"):
+        # say that they exist, that they are old, that buckets are laid out as ever, that there is no GPU
         logging.getLogger(name).setLevel(logging.ERROR)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
