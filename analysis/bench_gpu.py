@@ -35,6 +35,7 @@ HOSTS = ("--hosts", "b0,b1,b2,b3")
 AT_ONCE = ("--prepare-share", "1")  # these runs are too short for rests; beside looks at what they are good for
 MOVES = ("--np", "8", *HOSTS, *AT_ONCE)
 M24 = ("--np", "32", *HOSTS, *AT_ONCE, "--set", "tp=4", "--set", "pp=2", "--set", "dp=3")
+M24_ALONE = 4  # iterations before the request; all but the first, which is longer, say what an undisturbed one takes
 M24_DEADLINES = ("--prepare-deadline", "500", "--switch-deadline", "400", "--heartbeat-timeout", "120",
                  "--orphan-timeout", "240")
 # an iteration of 30 to 100 ms on an H200, and a state of 5 GB; a CPU has small ones
@@ -78,7 +79,7 @@ def m24(bench: Bench) -> Iterable[Section]:
     """b1 of 24 slots, all processes on GPU 0."""
     half = bench.args.m24_iterations // 2
     sizes = (*M24, "--set", f"iterations={bench.args.m24_iterations}", *M24_DEADLINES)
-    options = ("--vacate", f"b1->b3@{half}", "--lead", f"{half - 1}", "--connect", bench.args.m24_connect)
+    options = ("--vacate", f"b1->b3@{half}", "--lead", f"{max(1, half - M24_ALONE)}", "--connect", bench.args.m24_connect)
     # NCCL's buffers between hosts are in host memory, of which 32 processes with old and new communicators side by side
     # took more than 128 GiB
     one_gpu = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_BUFFSIZE": str(1 << 20)} if bench.on_gpu else {}
@@ -170,8 +171,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
                         help="of the jobs of moves and m24")
     parser.add_argument("--arms", type=names_of(ARMS), default=list(ARMS), help=f"moves: some of {', '.join(ARMS)}")
     parser.add_argument("--iterations", type=int, default=120, help="moves: of each run (default: %(default)s)")
-    parser.add_argument("--m24-iterations", type=int, default=20, help="m24: 9 s each on an H200, 16 of them before "
-                        "the switch when connected ahead (default: %(default)s)")
+    parser.add_argument("--m24-iterations", type=int, default=24, help="m24: 8 s each on an H200, 18 of them from the "
+                        "request to the switch when connected ahead (default: %(default)s)")
     parser.add_argument("--m24-connect", choices=("ahead", "pause"), default="ahead")
     parser.add_argument("--twin", action="store_true", help="m24: an undisturbed run too")
     parser.add_argument("--repeats", type=int, default=10, help="host, state: (default: %(default)s)")
