@@ -69,7 +69,7 @@ bench: setup
 	$(RUN) harness.py --experiment ablation --rounds 20 --restarts 3
 	$(RUN) -m analysis.wrapper_cost
 
-# What moves cost on GPUs; PARTS=moves,host,state,beside,m24 chooses, OUT as above.
+# What moves cost on GPUs; PARTS=moves,host,state,beside,soak,m24 chooses, OUT as above.
 bench-gpu: setup
 	$(RUN) -m analysis.bench_gpu $(if $(OUT),--out $(OUT)) $(if $(PARTS),--parts $(PARTS))
 

@@ -79,7 +79,8 @@ def m24(bench: Bench) -> Iterable[Section]:
     """b1 of 24 slots, all processes on GPU 0."""
     half = bench.args.m24_iterations // 2
     sizes = (*M24, "--set", f"iterations={bench.args.m24_iterations}", *M24_DEADLINES)
-    options = ("--vacate", f"b1->b3@{half}", "--lead", f"{max(1, half - M24_ALONE)}", "--connect", bench.args.m24_connect)
+    lead = max(1, half - M24_ALONE)
+    options = ("--vacate", f"b1->b3@{half}", "--lead", f"{lead}", "--connect", bench.args.m24_connect)
     # NCCL's buffers between hosts are in host memory, of which 32 processes with old and new communicators side by side
     # took more than 128 GiB
     one_gpu = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_BUFFSIZE": str(1 << 20)} if bench.on_gpu else {}

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Own arguments, and those that every job gets as they are."""
     names = "\n".join(f"  {name:20s} {what}" for name, what in EXPERIMENTS.items())
-    parser = Parser(prog="harness.py --experiment", formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(prog="harness.py", formatter_class=argparse.RawDescriptionHelpFormatter,
                     description=f"Run an experiment on this machine and print its table.\n\n{names}",
                     epilog="Further arguments of harness.py, such as --connect, go to each job as they are.")
     parser.add_argument("--experiment", required=True, choices=EXPERIMENTS, metavar="NAME")

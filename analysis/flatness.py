@@ -18,8 +18,8 @@ from analysis.moves import MoveFigures
 from analysis.results import Figure, format_value
 
 _RSS_AT_MOST = 1.05
-# How many a process has depends on its slot and on which hosts its groups' members are on, so the mean is judged, and of
-# one process only what would be two a move.
+# How many a process has depends on its slot and on which hosts its groups' members are on, so the mean is judged, and
+# of one process only what would be two a move.
 _FDS_MEAN_AT_MOST, _FDS_AT_MOST = 1, 8
 _LAST_PART = 0.3  # of the time after a move: the samples of it that count
 # Of a process, on its GPU: a communicator or two that are not closed yet when it is looked at. A generation that was

@@ -117,7 +117,8 @@ def figures_of(arm: Arm, move: MoveFigures, name: str) -> list[Figure]:
                ("downtime", _ms(move.downtime_s), "ms"),
                ("downtime over an iteration", _ratio(move.downtime_s, iteration_s), "x"),
                ("groups rebuilt", move.num_groups_rebuilt, ""), ("groups kept", move.num_groups_kept, ""),
-               ("state", move.transfer_bytes / 1e6, "MB"), ("state, all pairs", move.transfer_gb_per_s, "GB/s"),
+               ("state, ahead", move.ahead_bytes / 1e6, "MB"), ("state, in the pause", move.transfer_bytes / 1e6, "MB"),
+               ("state, in the pause, all pairs", move.transfer_gb_per_s, "GB/s"),
                ("first iteration after the switch, over undisturbed", _ratio(move.first_iteration_s, iteration_s), "x"),
                *_stage_rows(move), *_slowdown_rows(arm.run, move),
                *((f"memory of the fullest GPU, {phase}", mib, "MiB")

@@ -83,7 +83,7 @@ def _format_move(run: Run, move: MoveFigures) -> str:
               for slot, leaver, joiner in move.assignments]
     lines += [f"  {name:<10}{format_s(value):>10}   {meaning}" for name, value, meaning in (
         ("setup", move.setup_s, "request to ready, beside training"),
-        ("downtime", move.downtime_s, "job-wide: last arrival at the boundary to last resumption"),
+        ("downtime", move.downtime_s, "job-wide: from when all stand at the switch, told to, to the last resumption"),
         ("total", move.total_s, "request to committed"))]
     if move.spans:
         lines += ["  phases: the longest span over the processes, and how many have one"]
@@ -102,8 +102,8 @@ def _format_span(run: Run, span: SpanTime) -> str:
 def _format_transfers(run: Run, move: MoveFigures) -> list[str]:
     if not move.transfers:
         return []
-    lines = [f"  transfer: {format_bytes(move.transfer_bytes)} in all, {format_bytes(move.bytes)} of it in the pause, "
-             f"{_format_rate(move.transfer_gb_per_s)} all pairs together"]
+    lines = [f"  transfer: {format_bytes(move.ahead_bytes)} ahead, {format_bytes(move.transfer_bytes)} in the pause, "
+             f"{_format_rate(move.transfer_gb_per_s)} there, all pairs together"]
     return lines + [f"    slot {item.slot:<3} {run.label(item.leaver)} -> {run.label(item.joiner)}  {item.phase:<10} "
                     f"{format_bytes(item.bytes):>9} in {format_s(item.time_s)}, {_format_rate(item.gb_per_s)}"
                     for item in move.transfers]

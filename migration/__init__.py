@@ -46,8 +46,8 @@ commands.py, kill.py and footprint.py (the processes of a run), sync.py and unpa
 versions.py (whether it is the same), record.py (progress, verdict), timeline.py (the log), demo.py, launch.py,
 forkserver.py and zygote.py (one machine, one import).
 
-Imports go one way, without a cycle: harness -> process -> controller -> {groups, state, transfer, standby, plan,
-protocol} -> communicators. Nothing here imports harness. protocol, move, schedule, arms, roster, plan, topology,
-config, profiles, deputy, told, sums, sizes, slurm_nodes, departures, options, pacing, checkpoint_files,
+Imports go one way, without a cycle: harness -> process -> {controller -> {plan, protocol, ...}, member -> {groups,
+state, transfer, ...} -> communicators}. Nothing here imports harness. protocol, move, schedule, arms, roster, plan,
+topology, config, profiles, deputy, told, sums, sizes, slurm_nodes, departures, options, pacing, checkpoint_files,
 checkpoint_writing, straggler, experiments and errors import the standard library and numpy only.
 """

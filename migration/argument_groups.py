@@ -34,7 +34,8 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--np", type=int, metavar="N", help="start N processes on this machine (mpiexec with the right "
                        "flags); without it, start this program under mpirun or srun")
     where.add_argument("--hosts", default="", metavar="H,H,...", help="treat equal runs of processes as these hosts; "
-                       "the first ones train, the rest are spares (default: the real hosts)")
+                       "the first ones train, the rest are spares (default: the real hosts; with --np each process is "
+                       "one: r0, r1, ...)")
     where.add_argument("--run", default="", help="folder of the run's files (default: runs/<time>-<profile>)")
     where.add_argument("--no-report", action="store_true", help="print no table of the moves at the end")
     where.add_argument("--no-shared-imports", action="store_true", help="with --np: let every process do its own "
@@ -109,12 +110,12 @@ def _add_communicators(parser: argparse.ArgumentParser) -> None:
                        "communicators may be closed before the commit; a move that aborts after that rebuilds them, "
                        "and says so")
     group.add_argument("--nccl-pin", default="", metavar="NAME=VALUE,...", help="fix what decides in which order NCCL "
-                       "adds: ALGO=Ring,PROTO=Simple, MIN_CHANNELS, MAX_CHANNELS, MIN_CTAS, MAX_CTAS; sets NCCL's "
-                       "variables of these names on every process")
+                       "adds: ALGO=Ring,PROTO=Simple, MIN_CHANNELS, MAX_CHANNELS, MIN_CTAS, MAX_CTAS; sets NCCL_ALGO, "
+                       "NCCL_PROTO, NCCL_MIN_NCHANNELS and so on, on every process")
     group.add_argument("--connect", default="ahead", choices=("ahead", "pause", "background"), help="on GPUs: "
-                       "connect new communicators ahead of the pause, one group an iteration (needs room for one more "
-                       "where old ones are parked), or in the pause, or on the prepare thread, which can deadlock "
-                       "(default: %(default)s)")
+                       "connect new communicators ahead of the pause, a few an iteration, all within ten (needs room "
+                       "for one more where old ones are parked), or in the pause, or on the prepare thread, which can "
+                       "deadlock (default: %(default)s)")
 
 
 def _add_trouble(parser: argparse.ArgumentParser) -> None:

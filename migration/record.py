@@ -81,17 +81,17 @@ class MoveRecord:
     def columns(self, tally: MoveTally) -> dict[str, Any]:
         """The row of the log's `moves`. Downtime: from the last arrival at the position to the last resumption."""
         committed = bool(self.arrived_s)
-        reason = tally.reason if not committed else ""
-        if self.restored:
-            reason += f"; {self.restored}"
+        said = ["" if committed else tally.reason, self.restored]
         if tally.bits_kept is False:
-            reason += "sums on the new communicators have other bits than on the old ones"
+            said.append("sums on the new communicators have other bits than on the old ones")
         if committed and tally.bits_kept is None:
-            reason += "whether sums keep their bits couldn't be told: it was prepared before the first iteration had ended"
+            said.append("whether sums keep their bits couldn't be told: it was prepared before the first iteration "
+                        "had ended")
         return {"move": tally.number, "request": self.request, "arm": self.arm,
                 "outcome": "COMMITTED" if committed else "ABORTED",
-                "reason": reason, "iteration": tally.position if committed else -1, "generation": tally.generation,
-                "term": self.term, "requested_s": self.requested_s, "setup_s": self.ready_s - self.requested_s,
+                "reason": "; ".join(filter(None, said)),
+                "iteration": tally.position if committed else -1, "generation": tally.generation, "term": self.term,
+                "requested_s": self.requested_s, "setup_s": self.ready_s - self.requested_s,
                 "downtime_s": max(self.resumed_s) - max(self.arrived_s) if committed else math.nan,
                 "total_s": self.committed_s - self.requested_s, "bytes": self.num_bytes,
                 "num_groups_rebuilt": self.num_rebuilt, "num_groups_kept": self.num_kept,

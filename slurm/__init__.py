@@ -2,7 +2,7 @@
 
 render.py (a job and what its site sets -> the batch script, pure), site.py (the TOML of a site), submit.py (the
 commands that render and submit), verdict.py (how a run ended, for the script), m24.sbatch (the recorded script of the
-job of 24 slots), container.def (a recipe).
+job of 24 slots), site.toml (an example of a site), container.def and container_setup.sh (a recipe).
 
 cluster_up.py (the local Slurm comes up), cluster.py (status, a node that dies, down), local_conf.py (its slurm.conf,
 pure), daemons.py (its processes). __main__.py has all commands.

@@ -55,8 +55,8 @@ def _status(argv: list[str]) -> int:
 
 
 def _verdict(argv: list[str]) -> int:
-    parser = Parser(prog="-m slurm verdict", description="How a run ended, for a batch script: exit code 0 completed, "
-                    "75 requeue it, 1 failed.")
+    parser = Parser(prog="-m slurm verdict", usage="python -m slurm verdict [options]",
+                    description="How a run ended, for a batch script: exit code 0 completed, 75 requeue it, 1 failed.")
     parser.add_argument("--run", required=True, type=Path, help="the run's folder")
     parser.add_argument("--checkpoints", type=Path, help="the job's folder of checkpoints")
     args = parser.parse_args(argv)
@@ -66,7 +66,7 @@ def _verdict(argv: list[str]) -> int:
 
 
 def _folder_parser(name: str, description: str) -> Parser:
-    parser = Parser(prog=f"-m slurm {name}", description=description)
+    parser = Parser(prog=f"-m slurm {name}", usage=f"python -m slurm {name} [options]", description=description)
     parser.add_argument("--folder", type=Path, default=cluster.default_folder(), help="the cluster's own folder; "
                         "clusters in different ones can be up at once (default: %(default)s)")
     return parser
@@ -77,6 +77,9 @@ COMMANDS = {"render": render_command, "submit": submit_command, "verdict": _verd
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] in (["-h"], ["--help"]):
+        print(f"{__doc__}\nEach command has --help.")
+        return 0
     if not argv or argv[0] not in COMMANDS:
         raise UserError(f"name a command: {', '.join(COMMANDS)} (each has --help)")
     return COMMANDS[argv[0]](argv[1:])

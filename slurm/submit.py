@@ -101,7 +101,8 @@ def build_job(arguments: list[str], site: Site, *, name: str, num_spare_nodes: i
 
 
 def _parser(name: str, description: str) -> Parser:
-    parser = Parser(prog=f"-m slurm {name}", description=description,
+    parser = Parser(prog=f"-m slurm {name}", usage=f"python -m slurm {name} [options] [-- options of harness.py]",
+                    description=description,
                     epilog="Arguments after -- go to harness.py, such as -- --data corpus --checkpoint-every 100")
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help="as in harness.py (default: %(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",

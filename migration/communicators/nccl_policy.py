@@ -2,7 +2,7 @@
 
 | switch | stage 1, beside training | at the boundary | device memory while both live |
 | --- | --- | --- | --- |
-| `connected` | init; then connected, one group a boundary | nothing | a second connected communicator |
+| `connected` | init; then connected, a few a boundary | nothing | a second connected communicator |
 | `parked` | init, suspended; then resumed, connected, suspended | old suspended, new resumed | a few MiB a group, and |
 | | | | one connected communicator at a time |
 | `lazy` | init | old destroyed, new connected | an unconnected communicator |

@@ -22,8 +22,10 @@ from migration.errors import DeadlineExpired
 from nccl_bindings.communicator import Communicator as Bare
 from nccl_bindings.errors import Aborted
 from nccl_bindings.operations import new_unique_id
-from third_party.pytorch.nccl_group import communicator_of, install_p2p_grouping
+from third_party.pytorch.nccl_group import backend_of, build_nccl, communicator_of, install_p2p_grouping
 from third_party.pytorch.process_group import MigratableGroup
+
+LARGE = 300  # ranks
 
 
 def adoption(own: Rank) -> dict[str, Any]:
@@ -38,7 +40,22 @@ def adoption(own: Rank) -> dict[str, Any]:
     communicator.close()
     assert communicator.stage is Stage.CLOSED
     communicator.close()
+    _check_large(own)
     return {"costs": costs(communicator)}
+
+
+def _check_large(own: Rank) -> None:
+    """Beyond 128 ranks torch has another way to make a communicator; it takes the one that is handed over all the same.
+
+    One of this rank alone stands for it: nothing is called on it but the abort.
+    """
+    bare = Bare(own.library, 0, 1, "large")
+    bare.init(new_unique_id(bare.raw))
+    group = build_nccl(None, "large", 0, LARGE, own.device, communicator=bare.pointer, ranks=range(LARGE),
+                       operation_timeout_s=TIMEOUT_S)
+    assert communicator_of(group) == bare.pointer
+    bare.hand_over()
+    backend_of(group).abort()
 
 
 def _check_batched_p2p(own: Rank, communicator: NcclCommunicator) -> None:

@@ -31,6 +31,9 @@ ENVIRONMENT = {
     # after a failed collective torch's watchdog sleeps four times as long, dump or not, and a group can't be freed
     # before: by default a recovery took a minute more
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    # one id for a communicator of any size: beyond 128 ranks torch would wait for those of other roots, which for one
+    # that is adopted nobody makes
+    "TORCH_NCCL_RANKS_PER_ROOT": "1000000",
 }
 
 

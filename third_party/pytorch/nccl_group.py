@@ -19,7 +19,6 @@ from third_party.pytorch.process_group import MigratableGroup
 _ID_KEY = "0"                    # under which ProcessGroupNCCL looks for the id of its first communicator
 _NO_ID = "\0" * 128              # an adopted communicator needs none; torch checks the length only
 _LOCAL_TIMEOUT = timedelta(seconds=10)
-MAX_ADOPTED_SIZE = 128           # beyond, torch asks for several ids (TORCH_NCCL_RANKS_PER_ROOT) under other keys
 
 
 def build_nccl(store: dist.Store | None, name: str, group_rank: int, group_size: int, device: torch.device, *,
@@ -33,8 +32,6 @@ def build_nccl(store: dist.Store | None, name: str, group_rank: int, group_size:
     """
     if communicator is None and store is None:
         raise ValueError(f"{name}: a communicator or a store is needed")
-    if communicator is not None and group_size > MAX_ADOPTED_SIZE:
-        raise ValueError(f"{name}: {group_size} members; at most {MAX_ADOPTED_SIZE} can adopt a communicator")
     options = _options(name, ranks, operation_timeout_s)
     backend = dist.ProcessGroupNCCL(store or _local_store(), group_rank, group_size, options)
     backend._set_sequence_number_for_group()
