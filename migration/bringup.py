@@ -52,7 +52,7 @@ def bring_up(world: World, config: Config, options: Options) -> Started:
         start = Start()
         if rank == 0:
             start = find_start(options.load, options.checkpoints, config, data=found[0].source.digest,
-                               versions=collect_versions())
+                               ends_at=options.last_iteration(config.iterations), versions=collect_versions())
             _claim_run_folder(config, options)
             claimed.append(Path(options.run))
         return {"start": asdict(start), "checkpoints": options.checkpoints,

@@ -52,11 +52,11 @@ class Start:
 
 # ---- reading
 
-def find_start(load: str, checkpoints: str, config: Config, *, data: str = "",
+def find_start(load: str, checkpoints: str, config: Config, *, ends_at: int | None = None, data: str = "",
                versions: dict[str, str] | None = None) -> Start:
     """Where a run with `--load LOAD` and `--checkpoints CHECKPOINTS` starts; `load`: a checkpoint or a folder of them.
 
-    `data` and `versions` are compared where they are given. Raises UserError if what was named can't be used, or if
+    `ends_at`: the iteration before which it ends, where that isn't the config's last one. `data` and `versions` are compared where they are given. Raises UserError if what was named can't be used, or if
     there are checkpoints and none of them is whole.
     """
     newest = _find_newest(checkpoints, must_exist=False) if checkpoints else None
@@ -77,6 +77,10 @@ def find_start(load: str, checkpoints: str, config: Config, *, data: str = "",
         return found
     manifest = read_manifest(Path(found.folder))
     notes = _compare(manifest, found.folder, config, data, versions or {})
+    if manifest.iteration >= (end := config.iterations if ends_at is None else ends_at):
+        raise UserError(f"{found.folder}: saved at iteration {manifest.iteration}, and this run ends at {end}; to go "
+                        "on, --set iterations to more than that"
+                        f"{'' if end == config.iterations else ', and --save-at, or leave that out'}")
     return dataclasses.replace(found, notes=(*found.notes, *notes,
                                              f"goes on at iteration {found.iteration} from {found.folder}"))
 
@@ -120,6 +124,14 @@ def find_damage(folder: Path, manifest: Manifest) -> str:
     return ""
 
 
+def damage_of(folder: Path) -> str:
+    """Why a checkpoint can't be used; empty if it is whole."""
+    try:
+        return find_damage(folder, read_manifest(folder))
+    except UserError as error:
+        return str(error)
+
+
 def _read_whole(folder: Path, named: str) -> Manifest:
     manifest = read_manifest(folder)
     if damage := find_damage(folder, manifest):
@@ -136,11 +148,7 @@ def _find_newest(text: str, *, must_exist: bool) -> Start:
     complete = list_complete(root)
     damaged = []
     for iteration, folder in reversed(complete):
-        try:
-            damage = find_damage(folder, read_manifest(folder))
-        except UserError as error:
-            damage = str(error)
-        if not damage:
+        if not (damage := damage_of(folder)):
             return Start(folder=str(folder.resolve()), iteration=iteration, notes=(*notes, *damaged))
         damaged.append(f"{folder}: passed over, it isn't whole: {damage}")
     if damaged:
@@ -169,9 +177,6 @@ def _compare(manifest: Manifest, folder: str, config: Config, data: str, version
                  for name in sorted(own.keys() | saved.keys()) if own.get(name) != saved.get(name)]
     if different:
         raise UserError(f"{folder}: saved by a job with another {', '.join(different)}; give the same --profile, --set")
-    if manifest.iteration >= config.iterations:
-        raise UserError(f"{folder}: saved at iteration {manifest.iteration}, where this run ends; to go on, --set "
-                        f"iterations to more than that")
     notes = [f"{folder}: saved with {name} {manifest.versions.get(name)}, this run has {version}: bits may differ"
              for name, version in versions.items() if name in _MAKE_BITS and manifest.versions.get(name) != version]
     if data and data != manifest.data:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from migration.checkpoint_files import (FORMAT_VERSION, MANIFEST, UNFINISHED, Manifest, children, comparable,
-                                        list_complete)
+                                        damage_of, list_complete)
 from migration.config import Config
 
 LATEST = "latest"
@@ -41,7 +41,15 @@ def give_up_unfinished(root: str) -> None:
     for path in children(Path(root)):
         if path.name.endswith(UNFINISHED) and not path.name.endswith((_LEFT, _REMOVED)):
             with contextlib.suppress(FileNotFoundError):  # finished just now
-                os.replace(path, path.with_name(path.name.removesuffix(UNFINISHED) + _LEFT))
+                os.replace(path, _free_name(path, path.name.removesuffix(UNFINISHED)))
+
+
+def _free_name(path: Path, stem: str) -> Path:
+    """A run folder that is used again gives its checkpoints the same names again."""
+    left, number = path.with_name(stem + _LEFT), 1
+    while left.exists():
+        left, number = path.with_name(f"{stem}-{number}{_LEFT}"), number + 1
+    return left
 
 
 def begin(path: Path) -> None:
@@ -52,7 +60,7 @@ def begin(path: Path) -> None:
 def finish(path: Path, *, iteration: int, config: Config, data: str, versions: dict[str, str], keep: int) -> Path:
     """Everybody has written into `path`: complete it, name it, and remove what isn't kept. Returns the new folder.
 
-    Raises FileNotFoundError if it has been given up.
+    Kept are the last `keep` that are whole, this one, and what is newer. Raises FileNotFoundError if it has been given up.
     """
     files = {p.relative_to(path).as_posix(): p.stat().st_size for p in sorted(path.rglob("*")) if p.is_file()}
     manifest = Manifest(iteration=iteration, config=comparable(config), data=data, versions=versions, files=files)
@@ -61,10 +69,13 @@ def finish(path: Path, *, iteration: int, config: Config, data: str, versions: d
     final = path.with_name(f"iteration{iteration:08d}")
     _put_in_place(path, final)
     complete = list_complete(final.parent)
-    _point_latest_to(complete[-1][1])
+    whole = [(number, folder) for number, folder in complete if not damage_of(folder)]
+    _point_latest_to(whole[-1][1])
     _sync_folder(final.parent)
-    for _, old in complete[:-keep]:
-        _remove(old)
+    oldest = min(iteration, *(number for number, _ in whole[-keep:]))
+    for number, old in complete:
+        if number < oldest:
+            _remove(old)
     for left in children(final.parent):
         if left.name.endswith((_LEFT, _REMOVED)):
             shutil.rmtree(left)

@@ -33,7 +33,8 @@ def launch_run(argv: list[str]) -> int:
     from migration.launch import launch
     args = build_parser().parse_args(argv)
     config, options = parse_run(argv)
-    find_start(options.load, options.checkpoints, config)  # what is wrong is said before anything is started
+    ends_at = options.last_iteration(config.iterations)
+    find_start(options.load, options.checkpoints, config, ends_at=ends_at)  # what is wrong is said before a start
     if args.np is None:
         raise UserError(f"profile {config.profile} needs {config.job_size} processes and spares: start it with --np N, "
                         f"or under mpirun, such as python harness.py --np {config.job_size + 2} ...")

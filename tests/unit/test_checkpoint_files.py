@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from migration import checkpoint_files, checkpoint_writing
-from migration.checkpoint_files import MANIFEST, Start, find_start
+from migration.checkpoint_files import MANIFEST, Start, find_start, list_complete
 from migration.config import Config
 from migration.errors import UserError
 
@@ -159,3 +159,24 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_complete(tmp_path: Path, 
         make(tmp_path, 2, keep=1)
     found = start(tmp_path)
     assert found.iteration == 2 and not any("isn't whole" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [33, 40]), (2, [20, 33, 40]), (9, [4, 20, 33, 40])])
+def test_the_last_whole_ones_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
+    """A run that goes on from 20, since the newer one isn't whole, saves at 33."""
+    for iteration in (4, 20, 40):
+        make(tmp_path, iteration)
+    (tmp_path / "iteration00000040" / "__0_0.distcp").write_bytes(b"cut")
+    assert start(tmp_path).iteration == 20
+    assert make(tmp_path, 33, keep=keep).is_dir()
+    assert [iteration for iteration, _ in list_complete(tmp_path)] == left
+    assert start(tmp_path).iteration == 33 and (tmp_path / "latest").resolve().name == "iteration00000033"
+
+
+def test_nothing_is_left_to_do(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    at_its_end = dataclasses.replace(CONFIG, iterations=10)
+    for config, words in ((at_its_end, "iterations to more than that$"), (CONFIG, "--save-at, or leave that out$")):
+        with pytest.raises(UserError, match=f"saved at iteration 10, and this run ends at 10; .*{words}"):
+            find_start("", str(tmp_path), config, ends_at=10)
+    assert find_start("", str(tmp_path), CONFIG, ends_at=11).iteration == 10

@@ -121,3 +121,13 @@ def test_what_was_given_up_is_removed_with_the_next_one(tmp_path: Path) -> None:
     complete(write(tmp_path, 8, 1, b"whole"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration00000008", "latest"]
     give_up_unfinished(str(tmp_path / "not there yet"))
+
+
+def test_two_are_given_up_under_one_name(tmp_path: Path) -> None:
+    """The run folder was removed and used again, so its second life writes under the names of its first."""
+    for _ in range(3):
+        write(tmp_path, 4, 0, b"half")
+        give_up_unfinished(str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 3 and find_start("", str(tmp_path), CONFIG).folder == ""
+    complete(write(tmp_path, 8, 0, b"whole"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration00000008", "latest"]
