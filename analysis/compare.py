@@ -126,10 +126,12 @@ def _find_difference(first: Run, second: Run) -> str | None:
 
 
 def _find_redone_difference(name: str, run: Run, other: Run) -> str | None:
-    """The first of the rows that `run` has done again later that isn't equal to the other run's."""
+    """The first of the rows behind which a recovery of `run` went back that isn't equal to the other run's."""
     known = {(int(row["iteration"]), int(row["slot"])): row for row in other.iterations}
     for row in run.redone:
-        expected = known[int(row["iteration"]), int(row["slot"])]
+        expected = known.get((int(row["iteration"]), int(row["slot"])))
+        if expected is None:  # both runs ended before it was done again
+            continue
         wrong = next((field for field in FIELDS if not _equal_bits(row[field], expected[field])), None)
         if wrong is not None:
             return (f"{_place(row['iteration'], row['slot'])}, {wrong}, as {name} had it before its recovery: "

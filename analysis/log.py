@@ -54,7 +54,7 @@ class Run:
     versions: dict[str, str]
     hosts: list[str]  # of each world rank
     iterations: np.ndarray  # sorted by iteration, slot; those that count
-    redone: np.ndarray  # likewise: iterations that were done before a recovery, and done again after it
+    redone: np.ndarray  # likewise: iterations behind which a recovery went back, to do them again
     recoveries: dict[int, int]  # generations in which every slot was built anew: the iteration from which each went on
     spans: np.ndarray  # sorted by start_s
     moves: np.ndarray  # sorted by requested_s; one row a move, that of the highest term
@@ -66,7 +66,7 @@ class Run:
     @property
     def slots(self) -> list[int]:
         """Slots that logged an iteration."""
-        return sorted(set(self.iterations["slot"].tolist()))
+        return sorted({*self.iterations["slot"].tolist(), *self.redone["slot"].tolist()})
 
     def series(self, slot: int) -> np.ndarray:
         """The iterations of one slot in order, whichever processes held it."""
@@ -185,17 +185,14 @@ def _find_recoveries(spans: np.ndarray) -> dict[int, int]:
 
 
 def _split_redone(rows: np.ndarray, recoveries: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """(iterations that count, those that a later generation has done again after a recovery), each in order.
+    """(iterations that count, those behind which a recovery went back, to do them again), each in order.
 
     What a slot logged twice for another reason stays where it is: it is a fault that comparisons find.
     """
     rows = np.sort(rows, order=("iteration", "slot", "generation", "world_rank"))
     is_redone = np.zeros(len(rows), bool)
-    same = (rows["iteration"][1:] == rows["iteration"][:-1]) & (rows["slot"][1:] == rows["slot"][:-1])
-    for at in np.flatnonzero(same).tolist():
-        first, again = rows[at], rows[at + 1]
-        is_redone[at] = any(first["generation"] < generation <= again["generation"] and again["iteration"] >= iteration
-                            for generation, iteration in recoveries.items())
+    for generation, iteration in recoveries.items():
+        is_redone |= (rows["generation"] < generation) & (rows["iteration"] >= iteration)
     return rows[~is_redone], rows[is_redone]
 
 

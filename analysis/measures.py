@@ -61,7 +61,8 @@ def compute_run(run: Run) -> RunFigures:
     last = rows[rows["iteration"] == whole[-1]] if len(whole) else rows[:0]
     losses = last["loss"][~np.isnan(last["loss"])]
     started_s = min(process.started_s for process in run.processes.values())
-    begun_s = max((float(run.series(slot)["start_s"][0]) for slot in run.slots), default=None)
+    all_rows = np.concatenate((rows, run.redone))
+    begun_s = max((float(all_rows["start_s"][all_rows["slot"] == slot].min()) for slot in run.slots), default=None)
     result = run.result or {}
     return RunFigures(
         path=str(run.path), profile=str(run.config.get("profile", "?")), status=result.get("status", "unfinished"),
@@ -107,8 +108,29 @@ def find_disturbed(run: Run) -> np.ndarray:
     # Of the spans that end after the iteration starts, the first is also the first to start: spans are sorted by that.
     first = np.searchsorted(ends_s, rows["start_s"], side="right")
     beside = np.append(starts_s, np.inf)[first] < rows["start_s"] + rows["time_s"]
-    paused = set(spans["iteration"][spans["phase"] == b"SWITCHING"].tolist()) | set(run.moves["iteration"].tolist())
-    return beside | np.isin(rows["iteration"], sorted(paused))
+    return beside | _find_paused(rows, spans[spans["phase"] == b"SWITCHING"], run.moves)
+
+
+def _find_paused(rows: np.ndarray, spans: np.ndarray, moves: np.ndarray) -> np.ndarray:
+    """Of each row: whether its process switched in it or before it, or a move took effect with it.
+
+    By time and generation: an iteration that was done again after a recovery has the number of the one that was paused.
+    """
+    paused = np.zeros(len(rows), bool)
+    begun_s, done_s = rows["start_s"] - rows["boundary_s"], rows["start_s"] + rows["time_s"]
+    for move, rank in np.unique(spans[["move", "world_rank"]]).tolist():
+        own = spans[(spans["move"] == move) & (spans["world_rank"] == rank)]
+        paused |= (rows["world_rank"] == rank) & (begun_s < own["end_s"].max()) & (done_s > own["start_s"].min())
+    for move in moves[moves["iteration"] >= 0]:
+        paused |= (rows["iteration"] == move["iteration"]) & (rows["generation"] == move["generation"])
+    return paused
+
+
+def first_iteration_s(run: Run, iteration: int, generation: int) -> float | None:
+    """The longest of the slots in the first iteration of a generation, whether or not it was done again later."""
+    rows = np.concatenate((run.iterations, run.redone))
+    times_s = rows["time_s"][(rows["iteration"] == iteration) & (rows["generation"] == generation)]
+    return float(times_s.max()) if len(times_s) else None
 
 
 def compute_undisturbed_s(times: np.ndarray) -> float | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from analysis.log import Run, text
 from analysis.measures import (PHASE_ORDER, SpanTime, compute_span_times, compute_undisturbed_s, find_disturbed,
-                               job_iterations)
+                               first_iteration_s, job_iterations)
 
 TRANSFER = "transfer"  # name of the spans in which state is sent or received
 FOLLOW = "follow"  # of the span in which a joiner takes what comes beside training
@@ -124,7 +124,6 @@ def compute_move(run: Run, move: int, row: np.void | None) -> MoveFigures:
     iteration = None if row is None or row["iteration"] < 0 else int(row["iteration"])
     transfers = _compute_transfers(spans, assignments)
     times = job_iterations(run)
-    first = times["time_s"][times["iteration"] == iteration]
     return MoveFigures(
         move=move, request="?" if row is None else text(row["request"]),
         arm="" if row is None else text(row["arm"]),
@@ -143,7 +142,8 @@ def compute_move(run: Run, move: int, row: np.void | None) -> MoveFigures:
         memory=_compute_memory(run, assignments, requested_s, end_s),
         preparing=None if not len(spans) else _compute_preparing(
             run, requested_s, requested_s + setup_s if setup_s else end_s, iteration),
-        first_iteration_s=float(first[0]) if len(first) else None, undisturbed_s=compute_undisturbed_s(times))
+        first_iteration_s=None if iteration is None else first_iteration_s(run, iteration, int(row["generation"])),
+        undisturbed_s=compute_undisturbed_s(times))
 
 
 def compute_stages(rows: np.ndarray) -> list[StageCost]:

@@ -44,7 +44,7 @@ class MoveRecord:
 
     def take(self, report: Report, record: dict[str, Any], now_s: float) -> None:
         if report is Report.PREPARED:
-            self.ready_s = now_s  # the last one counts
+            self.ready_s = now_s  # the last one counts, if all come
         if report is Report.ACKNOWLEDGED and "arrived_s" in record:
             if record["from"] not in self.plan.joiners:  # to it, the boundary is when its leaver's state begins to come
                 self.arrived_s.append(record["arrived_s"])
@@ -91,7 +91,8 @@ class MoveRecord:
                 "outcome": "COMMITTED" if committed else "ABORTED",
                 "reason": "; ".join(filter(None, said)),
                 "iteration": tally.position if committed else -1, "generation": tally.generation, "term": self.term,
-                "requested_s": self.requested_s, "setup_s": self.ready_s - self.requested_s,
+                "requested_s": self.requested_s,
+                "setup_s": math.nan if tally.position is None else self.ready_s - self.requested_s,
                 "downtime_s": max(self.resumed_s) - max(self.arrived_s) if committed else math.nan,
                 "total_s": self.committed_s - self.requested_s, "bytes": self.num_bytes,
                 "num_groups_rebuilt": self.num_rebuilt, "num_groups_kept": self.num_kept,

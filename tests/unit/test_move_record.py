@@ -1,6 +1,7 @@
 """What the log's row of a move says beside its figures."""
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -40,3 +41,13 @@ def test_all_that_is_said_is_kept_apart(bits: str | None, committed: bool, rebui
     record.take(Report.ACKNOWLEDGED, told, 5.0)
     row = record.columns(move)
     assert (row["reason"], row["outcome"]) == (expected, "COMMITTED" if committed else "ABORTED")
+
+
+@pytest.mark.parametrize(("phase", "setup_s"), [(Phase.PREPARING, None), (Phase.READY, 4.0), (Phase.SWITCHING, 4.0)])
+def test_the_setup_of_a_move_that_was_never_ready_is_not_known(phase: Phase, setup_s: float | None) -> None:
+    move = advance_to(phase)
+    record = MoveRecord(request="b1", request_id=0, arm="full", plan=PLAN, term=0, requested_s=1.0)
+    record.take(Report.PREPARED, {"from": 0}, 5.0)
+    move.event(Event.CANCELLED, "because")
+    found = record.columns(move)["setup_s"]
+    assert math.isnan(found) if setup_s is None else found == setup_s

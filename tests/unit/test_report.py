@@ -1,15 +1,18 @@
 """The report: figures as the log has them, with units, also of a run without moves, aborted, killed or just begun."""
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from synthetic_run import BYTES, make_run
+from synthetic_run import BOUNDARY, BYTES, make_run
 
 from analysis.log import read_run
-from analysis.measures import find_disturbed
+from analysis.measures import compute_run, find_disturbed
 from analysis.moves import compute_moves
 from analysis.report import format_bytes, format_s, main, report_text
 
@@ -117,3 +120,43 @@ def test_units() -> None:
         "-", "0 s", "2 us", "12.3 ms", "800 ms", "1.50 s", "12346 s"]
     assert [format_bytes(size) for size in (12, 1500, 3_000_000, 2_345_600_000)] == [
         "12 B", "1.5 kB", "3 MB", "2.346 GB"]
+
+
+REDONE = range(8, 14)
+
+
+def test_what_a_recovery_went_back_behind_doesnt_count(tmp_path: Path) -> None:
+    """Iterations 8 to 13 were done before a recovery, and 8 to 11 again when the run was killed."""
+    run = read_run(make_run(tmp_path / "killed", move=False, num_iterations=14, redone=REDONE, finished=False,
+                            edit_iteration=lambda row: None if row["iteration"] > 11 else row))
+    figures = compute_run(run)
+    assert (figures.num_iterations, figures.generation) == (12, 1)
+    assert len(run.redone) == len(REDONE) * len(run.slots)
+    assert run.iterations["iteration"].max() == 11
+
+
+def test_start_up_is_that_of_the_first_life(tmp_path: Path) -> None:
+    """All iterations are done again, half a minute later."""
+    def later(row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"start_s": row["start_s"] + 30.0}
+
+    path = make_run(tmp_path / "again", move=False, num_iterations=6, redone=range(6), edit_iteration=later)
+    alone = make_run(tmp_path / "alone", move=False, num_iterations=6)
+    again, once = (compute_run(read_run(run)).startup_s for run in (path, alone))
+    assert again is not None and once is not None and abs(again - once) < 1.0
+
+
+def test_the_first_iteration_after_a_switch_is_that_of_its_generation(tmp_path: Path) -> None:
+    """The job went back behind the switch, and did that iteration again without one, a second longer."""
+    run = read_run(make_run(tmp_path / "run"))
+    first_s = compute_moves(run)[0].first_iteration_s
+    at = run.iterations["iteration"] >= BOUNDARY
+    newer = run.iterations[at].copy()
+    newer["generation"], newer["boundary_s"] = 2, 0.0
+    newer["time_s"] += 1.0
+    newer["start_s"] += 60.0
+    recovered = dataclasses.replace(run, iterations=np.concatenate((run.iterations[~at], newer)),
+                                    redone=run.iterations[at], recoveries={2: BOUNDARY})
+    assert compute_moves(recovered)[0].first_iteration_s == first_s
+    assert find_disturbed(run)[at].any()
+    assert not find_disturbed(recovered)[recovered.iterations["generation"] == 2].any()
