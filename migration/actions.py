@@ -86,28 +86,32 @@ class Actions(ControllerBase):
         return pacing.all_rests_s(self.options.prepare_deadline_s, num_left * min(self._times_s, default=0.0))
 
     def _propose_position(self) -> None:
-        """Two iterations past the furthest slot, not before the one that was asked for, and not past another's hold."""
+        """Two iterations past the furthest slot, not before the one that was asked for, and not past another's hold.
+
+        Where training waits for this move, there, again if it was refused: groups are connected later then.
+        """
         assert self._current is not None
         self._drop_store()
         last, arm = self.options.last_iteration(self.config.iterations) - 1, self._current.arm
-        before = self._tally.position
+        before = self._tally.first_stop
         furthest = max(self._positions.get(r, 0) for r in self._tally.roster.holders)
         ahead = self._unconnected - self._cramped
         per_boundary = connects_per_boundary(len(ahead), connect_s=self._connect_s,
                                              iteration_s=median(self._times_s or (0.0,)))
         hold = self._current.hold
-        if hold is not None and before is None and arm.last_position(hold) >= furthest:
+        if hold is not None and arm.last_position(hold) >= furthest:  # where training waits for this move
             position = arm.last_position(hold)
         else:
             position = min(max(furthest + 2 - (-len(ahead) // per_boundary), self._current.earliest), last)
             hold = self._schedule.next_hold(furthest)
             position = position if hold is None else min(position, arm.last_position(hold))
-        if before is not None and position <= before:
-            self._take_event(Event.JOB_ENDED, "training ends before the move could take effect")
-            return
-        self._watch.set_deadline(self.options.switch_deadline_s, "agreeing on the position")
         connects = [] if arm.stops_first else spread_connects(ahead, furthest + 2, position, per_boundary)
         first_stop = min([arm.stop(position), *(boundary(at) for _, at in connects if at != position)])
+        if before is not None and first_stop <= before:
+            self._take_event(Event.JOB_ENDED, "training ends, or waits for another move, before this one could take "
+                             "effect")
+            return
+        self._watch.set_deadline(self.options.switch_deadline_s, "agreeing on the position")
         self._tally.propose(position, first_stop)
         self._to_members("PROPOSE", position=position, connects=connects)
 

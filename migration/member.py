@@ -112,13 +112,14 @@ class Member(PartThreads):
 
     def _on_controller(self, record: Record) -> None:
         """Another one, which must hear where this process stands, and what the last one may have heard alone."""
-        self.term, self.controller, self.deputy = record["term"], record["controller"], None
-        self.is_training = True
-        self.hold_at(set(record["holds"]))
-        self.tell("STANDING", slot=self.slot, position=self.position, generation=self.generation,
-                  part=-1 if self.part is None else self.part.number, committed=self._committed)
-        for told in self._told.again(record["heard"]):
-            self.world.send(self.controller, told)
+        with self._told.lock:  # what other threads tell meanwhile comes to it after what it must hear again
+            self.term, self.controller, self.deputy = record["term"], record["controller"], None
+            self.is_training = True
+            self.hold_at(set(record["holds"]))
+            self.tell("STANDING", slot=self.slot, position=self.position, generation=self.generation,
+                      part=-1 if self.part is None else self.part.number, committed=self._committed)
+            for told in self._told.again(record["heard"]):
+                self.world.send(self.controller, told)
 
     def _on_end(self, record: Record) -> None:
         # MPI may still hold what this process has sent, such as everybody's END: keep it going for a while
@@ -153,23 +154,23 @@ class Member(PartThreads):
         before = part.position, part.connects
         part.position, part.connects = position, tuple(connects)
         if part.role == "joiner":
-            if not self._pass_ready_faults(part, position):
+            if not self._pass_ready_faults(part):
                 part.position, part.connects = before
                 return
         elif self._stop > part.first_stop or (self._stop == part.first_stop and self._begun):
             part.position, part.connects = before
             self.report(part, Report.REFUSED, self._stop)
             return
-        self.report(part, Report.ACCEPTED, position)
+        self.report(part, Report.ACCEPTED, part.first_stop)
 
-    def _pass_ready_faults(self, part: Part, position: int) -> bool:
+    def _pass_ready_faults(self, part: Part) -> bool:
         try:
             kind = self.faults.fire("READY", part.slot, part.number)
         except MoveFailed as error:
             self.report(part, Report.FAILED, str(error))
             return False
         if kind == "corrupt":
-            self.report(part, Report.ACCEPTED, position + 1)
+            self.report(part, Report.ACCEPTED, part.first_stop + 1)
         if kind == "cancel":
             self.tell("CANCEL", move=part.number)
         return kind not in ("hang", "corrupt")

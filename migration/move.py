@@ -20,7 +20,7 @@ class Report(Enum):
     """What a member says of its part; the value in brackets."""
 
     PREPARED = "PREPARED"  # (old probe digest, new probe digest); None where there is none
-    ACCEPTED = "ACCEPTED"  # the position
+    ACCEPTED = "ACCEPTED"  # the first stop of the proposal
     REFUSED = "REFUSED"  # the stop that it has passed
     HANDED_OVER = "HANDED_OVER"  # its transfers are complete; only in a move that makes room
     VERIFIED = "VERIFIED"  # digest of the state, of leavers and joiners; None of stayers
@@ -49,7 +49,7 @@ class MoveTally:
         self.number = -1  # of the move under way, or of the last one
         self.plan: MovePlan | None = None
         self.position: int | None = None
-        self._first_stop = 0
+        self.first_stop: int | None = None  # of what was proposed
         self.bits_kept: bool | None = True  # None: it can't be told
         self.reason = ""
         self._require_bitwise = require_bitwise
@@ -81,6 +81,7 @@ class MoveTally:
         if Action.SEND_PREPARE in actions:
             self.number += 1
             self.plan, self.position, self.reason, self.bits_kept = plan, None, "", True
+            self.first_stop = None
             self._holders_before = self.roster.holders
             self._probes, self._digests, self.rooms = {}, {}, set()
             self._waiting = self.members
@@ -89,9 +90,10 @@ class MoveTally:
     def propose(self, position: int, first_stop: int) -> None:
         """A (further) position was sent to everybody: their answers to an earlier one count for nothing.
 
-        `first_stop`: the first stop (arms.py) at which something is to be done; a member that is past it refuses.
+        `first_stop`: the first stop (arms.py) at which something is to be done; a member that is past it refuses, so
+        each proposal has a later one than those before it, and an answer says by it which one it speaks of.
         """
-        self.position, self._first_stop = position, first_stop
+        self.position, self.first_stop = position, first_stop
         self._waiting = self.members
 
     def event(self, event: Event, reason: str = "") -> tuple[Action, ...]:
@@ -168,8 +170,8 @@ class MoveTally:
             return ()
         if report is Report.REFUSED:
             # several members may refuse one position; those that come after the next proposal don't speak of it
-            return self.event(Event.POSITION_REFUSED) if value >= self._first_stop else ()
-        if report is Report.ACCEPTED and value != self.position:
+            return self.event(Event.POSITION_REFUSED) if value >= self.first_stop else ()
+        if report is Report.ACCEPTED and value != self.first_stop:
             return ()
         if report is Report.PREPARED:
             self._probes[member] = value
@@ -220,7 +222,7 @@ class MoveTally:
 
     def to_json(self) -> dict[str, Any]:
         value = {"roster": self.roster.to_json(), "generation": self.generation, "number": self.number,
-                 "phase": self.phase.value, "plan": None, "reason": self.reason}
+                 "phase": self.phase.value, "plan": None, "reason": self.reason, "bits_kept": self.bits_kept}
         if self.plan is not None and self.phase not in (Phase.TRAINING, Phase.RECOVERING):
             value |= {"plan": self.plan.to_json(), "holders_before": self._holders_before, "position": self.position}
         return value
@@ -232,7 +234,7 @@ class MoveTally:
         it turns out that members have heard one, that one: SWITCHING takes both.
         """
         self.roster, self.generation = Roster.from_json(value["roster"]), value["generation"]
-        self.number, self.reason = value["number"], value["reason"]
+        self.number, self.reason, self.bits_kept = value["number"], value["reason"], value["bits_kept"]
         phase = Phase(value["phase"])
         self._machine.phase = Phase.SWITCHING if phase in (Phase.PREPARING, Phase.READY) else phase
         if value["plan"] is not None:

@@ -122,9 +122,10 @@ class NextGeneration(Handles):
     def _make_solo(self) -> None:
         """Groups of one share one communicator for the life of the process: nobody else is in them."""
         if self._solo is None:
-            self._solo = self._maker.make("solo", (0,), 0, num_groups=1, beside_old=False)
-            self._solo.prepare(dist.HashStore(), 60.0)
-            self._solo.activate()
+            solo = self._maker.make("solo", (0,), 0, num_groups=1, beside_old=False)
+            solo.prepare(dist.HashStore(), 60.0)
+            solo.activate()
+            self._solo = solo  # not one that failed, which the next move would take for a good one
 
     # ---- stage 2, ahead of the pause
 

@@ -5,6 +5,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import stat
 import threading
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
@@ -87,9 +88,11 @@ class StoreClient:
             self._made.set_exception(MoveFailed(f"the connection to the store at {host}:{port} was given up"))
         for name in os.listdir("/proc/self/fd"):
             try:
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    continue  # a copy of it would stay open
                 connection = socket.socket(fileno=os.dup(int(name)))
             except OSError:
-                continue  # closed meanwhile, or no socket
+                continue  # closed meanwhile
             with connection, contextlib.suppress(OSError):  # one that isn't connected
                 end = connection.getpeername()
                 if isinstance(end, tuple) and (_plain(str(end[0])), end[1]) in self._servers:

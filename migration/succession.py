@@ -193,6 +193,7 @@ class Succession(Recovery, Stopping, Leaving):
         self._begins_at, self._to_settle = state["begins_at"], set(state["to_settle"])
         self.timeline.add_event("controller", f"world rank {self.world.rank} is the controller, term {self.term}")
         self._tell_controller()
+        self._repeat_verdict(was_committed=False)  # the last one's may come after this, and isn't listened to then
 
     def _tell_controller(self) -> None:
         """Everybody says in return where it stands, and once more what this controller may not know of."""

@@ -17,7 +17,7 @@ class Told:
     """Of one process. `lock` is held from `note` until the record is handed over, so that numbers go out in order."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._lasting: deque[dict[str, Any]] = deque(maxlen=_MOST)
         self._last: dict[str, dict[str, Any]] = {}  # by kind
         self._number = 0

@@ -1,6 +1,7 @@
 """Closes communicators in the background, one after the other, in the order in which they were given."""
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -8,6 +9,8 @@ from collections import deque
 from migration import heap
 from migration.communicators.base import Communicator
 from migration.pacing import close_pause_s
+
+_log = logging.getLogger(__name__)
 
 
 class Closer:
@@ -69,11 +72,14 @@ class Closer:
                 communicator = self._queue[0]
             self._hurried.wait(close_pause_s(last_s, self._share, self._pause_s))
             started_s = time.perf_counter()
-            communicator.close()
+            try:
+                communicator.close()
+                if self.num_waiting == 1:  # it was the last
+                    heap.give_back()
+            except Exception:  # the others are closed all the same
+                _log.exception("%s: close; its memory may be lost", communicator.name)
             last_s = time.perf_counter() - started_s
             del communicator
-            if self.num_waiting == 1:  # it was the last
-                heap.give_back()
             with self._lock:
                 self._queue.popleft()
                 if not self._queue:

@@ -34,7 +34,7 @@ def digest(member: int) -> str | None:
 
 def say(move: MoveTally, report: Report, member: int, **fields: str) -> tuple[Action, ...]:
     """`report` as a member with nothing wrong sends it."""
-    values = {Report.PREPARED: probes(member), Report.ACCEPTED: move.position, Report.VERIFIED: digest(member)}
+    values = {Report.PREPARED: probes(member), Report.ACCEPTED: move.first_stop, Report.VERIFIED: digest(member)}
     return move.report(report, member, move.number, values.get(report), **fields)
 
 

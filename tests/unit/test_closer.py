@@ -107,6 +107,21 @@ def test_when_all_are_closed_the_system_gets_their_memory_back() -> None:
     assert process_counts()[0] - before < 0.1 * taken
 
 
+class Failing(Closable):
+    """Stands for one that can't be closed."""
+
+    def close(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def test_one_that_fails_keeps_none_from_being_closed(closed: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    closer = Closer(0.0)
+    (after,) = make(closed, "after")
+    closer.close_all([cast(Communicator, Failing("failing", closed)), after])
+    assert cast(Closable, after).done.wait(WAIT_S)
+    assert "failing: close; its memory may be lost" in caplog.text
+
+
 def test_nothing_to_close_starts_no_thread() -> None:
     before = threading.active_count()
     closer = Closer(0.0)

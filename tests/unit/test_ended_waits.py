@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from migration.communicators.makers import GlooMaker
 from migration.errors import MoveFailed
 from migration.groups import Groups
 from migration.stores import StoreClient
+from migration.timeline import process_counts
 from migration.wire import Listener
 from third_party.pytorch.process_group import NoGroup
 
@@ -163,3 +165,35 @@ def test_members_meet_again_once_all_is_closed(groups: Groups, server: Server) -
     groups.close_aborted()
     with groups.meeting(server.address, WAIT_S) as store:
         store.set("key", "value")
+
+
+def test_an_ended_wait_leaves_no_descriptor(server: Server) -> None:
+    """Files, pipes and devices are none of its business."""
+    for _ in range(3):
+        client = StoreClient(server.address, WAIT_S)
+        client.connect()
+        before = process_counts()[1]
+        client.end()
+        assert process_counts()[1] <= before
+
+
+def test_a_communicator_of_one_that_failed_is_not_taken_for_a_good_one() -> None:
+    """The move aborts; the next one makes another."""
+    maker = GlooMaker()
+    real = maker.make
+    fail = [True]
+
+    def make(name: str, *args: Any, **fields: Any) -> Any:
+        made = real(name, *args, **fields)
+        if name == "solo" and fail.pop():
+            made.prepare = Mock(side_effect=RuntimeError("out of memory"))
+            fail.append(False)
+        return made
+
+    maker.make = make  # type: ignore[method-assign]
+    groups = Groups(torch.device("cpu"), maker)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        groups.prepare(1, dist.HashStore(), (), WAIT_S)
+    groups.discard()
+    groups.prepare(2, dist.HashStore(), (), WAIT_S)
+    assert groups._solo is not None and groups._solo.inner is not None

@@ -32,7 +32,7 @@ def test_and_back_again() -> None:
     assert move.number == 1
     for report in (Report.PREPARED, Report.ACCEPTED, Report.VERIFIED, Report.ACKNOWLEDGED):
         for member in MEMBERS:
-            move.report(report, member, 1, {Report.PREPARED: ("sum", "sum"), Report.ACCEPTED: 20}.get(report))
+            move.report(report, member, 1, {Report.PREPARED: ("sum", "sum"), Report.ACCEPTED: 40}.get(report))
         if report is Report.PREPARED:
             move.propose(20, 40)
     assert (move.phase, move.generation, move.roster.holders) == (Phase.TRAINING, 2, (0, 1, 2, 3))
@@ -93,7 +93,7 @@ def assert_aborted(move: MoveTally, reason: str, members: tuple[int, ...] = MEMB
                                            if r is not Report.FAILED or p is Phase.TRAINING])
 def test_reports_of_another_move_or_stage_or_process_count_for_nothing(phase: Phase, report: Report) -> None:
     move = advance_to(phase)
-    value = {Report.ACCEPTED: POSITION, Report.REFUSED: 2 * POSITION}.get(report, "x")
+    value = {Report.ACCEPTED: 2 * POSITION, Report.REFUSED: 2 * POSITION}.get(report, "x")
     foreign = [(0, move.number - 1), (0, move.number + 1), *((rank, move.number) for rank in OUTSIDERS)]
     expected_here = {Phase.PREPARING: (Report.PREPARED,), Phase.READY: (Report.ACCEPTED, Report.REFUSED),
                      Phase.SWITCHING: (Report.VERIFIED,), Phase.COMMITTED: (Report.ACKNOWLEDGED,),
@@ -128,7 +128,7 @@ def test_a_refusal_leads_to_another_proposal() -> None:
     assert move.report(Report.REFUSED, 0, 0, 2 * POSITION + 1) == (Action.PROPOSE_POSITION,)
     move.propose(POSITION + 3, 2 * (POSITION + 3))
     assert move.waiting == sorted(MEMBERS), "whoever accepted the old position is asked again"
-    assert move.report(Report.ACCEPTED, 5, 0, POSITION) == () and 5 in move.waiting, "late, of the old position"
+    assert move.report(Report.ACCEPTED, 5, 0, 2 * POSITION) == () and 5 in move.waiting, "late, of the old position"
     assert deliver(move, Report.ACCEPTED) == (Action.SEND_SWITCH,)
     assert move.position == POSITION + 3
 

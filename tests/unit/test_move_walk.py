@@ -108,15 +108,15 @@ class Walk:
         member, report = self.random.choice(self.tally.waiting), USUAL[self.tally.phase]
         if report is Report.VERIFIED and self.tally.rooms and not self.heard.told_to_park:
             report = Report.HANDED_OVER
-        values = {Report.PREPARED: ("sum", "sum"), Report.ACCEPTED: self.tally.position, Report.VERIFIED: "state"}
+        values = {Report.PREPARED: ("sum", "sum"), Report.ACCEPTED: self.tally.first_stop, Report.VERIFIED: "state"}
         return self.report(report, member, self.tally.number, values.get(report))
 
     def noise(self) -> tuple[Action, ...]:
         """Anybody says anything about any move."""
         report = self.random.choices(list(Report), [0.2 if r is Report.FAILED else 1.0 for r in Report])[0]
-        position = self.random.randint(0, 2) + (self.tally.position or 0)
-        value = {Report.PREPARED: (self.random.choice("xy"), self.random.choice("xy")), Report.ACCEPTED: position,
-                 Report.REFUSED: 2 * position}.get(report, self.random.choice("xy"))
+        stop = self.random.randint(0, 2) + (self.tally.first_stop or 0)
+        value = {Report.PREPARED: (self.random.choice("xy"), self.random.choice("xy")), Report.ACCEPTED: stop,
+                 Report.REFUSED: stop}.get(report, self.random.choice("xy"))
         number = self.tally.number + self.random.choice((-1, 0, 0, 0, 1))
         return self.report(report, self.random.randrange(NUM_PROCESSES), number, value)
 
@@ -124,7 +124,7 @@ class Walk:
         if number == self.tally.number and member in self.heard.members:
             if report is Report.PREPARED and self.tally.phase is Phase.PREPARING:
                 self.heard.prepared.add(member)
-            if report is Report.ACCEPTED and self.tally.phase is Phase.READY and value == self.tally.position:
+            if report is Report.ACCEPTED and self.tally.phase is Phase.READY and value == self.tally.first_stop:
                 self.heard.accepted[member] = value
             if report is Report.VERIFIED and self.tally.phase is Phase.SWITCHING:
                 if self.heard.told_to_park or not self.tally.rooms:
@@ -191,7 +191,7 @@ class Walk:
             alive = self.heard.members - tally.roster.lost
             assert self.heard.prepared >= alive, "a switch before all were prepared"
             assert set(self.heard.accepted) >= alive, "a switch before all had accepted"
-            assert set(self.heard.accepted.values()) == {tally.position}, "a switch at different positions"
+            assert set(self.heard.accepted.values()) == {tally.first_stop}, "a switch at different positions"
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

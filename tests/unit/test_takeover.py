@@ -56,7 +56,7 @@ class Side:
         self.controller.on_record({"kind": kind, "from": sender, **fields})
 
     def report(self, report: Report, members: Iterable[int] = MEMBERS) -> None:
-        values = {Report.PREPARED: probes, Report.ACCEPTED: lambda _: self.tally.position, Report.VERIFIED: digest}
+        values = {Report.PREPARED: probes, Report.ACCEPTED: lambda _: self.tally.first_stop, Report.VERIFIED: digest}
         more = {"arrived_s": 1.0, "resumed_s": 2.0, "bytes": 1, "groups": [1, 1]}
         for member in members:
             self.hear("REPORT", member, report=report.value, move=self.tally.number,
@@ -476,6 +476,61 @@ def test_who_falls_silent_in_a_recovery_is_noticed_though_the_role_will_leave_th
     first.controller._watch._heard_s = dict.fromkeys(ALL, now_s) | {5: now_s - 60.0}
     first.controller.on_tick(now_s)
     assert 5 in first.controller._suspects.keys() | first.tally.roster.lost
+
+
+def test_a_successor_says_once_more_what_may_come_too_late(beside: Two) -> None:
+    """MPI keeps the order of one sender's records only."""
+    beside.to_switching()
+    beside.first.report(Report.VERIFIED)
+    beside.settle()
+    beside.first.report(Report.ACKNOWLEDGED)
+    beside.settle()
+    second = Side(beside.run, 7, 1, beside.first.tally.roster)
+    second.controller.inherit(json.loads(json.dumps(beside.first.controller._state(0))))
+    told = second.take("CONTROLLER", "RETIRE")
+    assert [kind for rank, kind in told if rank == 2] == ["CONTROLLER", "RETIRE"]
+    assert {rank for rank, kind in told if kind == "RETIRE"} >= set(MEMBERS)
+
+
+@pytest.mark.parametrize(("new", "kept"), [("sum", True), ("other", False), ("-", None)])
+def test_whether_sums_kept_their_bits_is_known_to_the_next_controller(beside: Two, new: str, kept: bool | None) -> None:
+    beside.begin_move()
+    beside.first.report(Report.PREPARED, MEMBERS[:-1])
+    beside.first.hear("REPORT", MEMBERS[-1], report=Report.PREPARED.value, move=0, value=probes(MEMBERS[-1], new))
+    beside.first.report(Report.ACCEPTED)
+    beside.settle()
+    beside.first.report(Report.VERIFIED)
+    beside.settle()
+    assert beside.first.tally.bits_kept is kept
+    assert beside.lose(committed=(0, 1)).tally.bits_kept is kept
+
+
+def test_a_held_move_that_was_refused_is_proposed_at_its_hold_again(tmp_path: Path) -> None:
+    """Training waits there: at another iteration nobody would arrive. Groups are connected later then."""
+    two = Two(tmp_path, rank=4, vacate=("b->c@20",), hold=True)
+    first = two.first
+    for slot in range(4):
+        first.hear("PROGRESS", slot, recovery=0, iteration=12)
+    while not first.take("PREPARE"):
+        two.settle()
+    for member in MEMBERS:
+        first.hear("REPORT", member, report=Report.PREPARED.value, move=0, value=probes(member),
+                   connect=["1", "2", "3"], connect_s=0.1, position=12)
+    hold = first.tally.position
+    proposed = [record for _, record in first.sent if record["kind"] == "PROPOSE"]
+    assert {at for record in proposed for _, at in record["connects"]} != {hold}, "some are connected before"
+    first.sent.clear()
+    refused = first.tally.first_stop
+    first.hear("REPORT", 0, report=Report.REFUSED.value, move=0, value=refused)
+    assert first.tally.phase is Phase.READY and first.tally.position == hold and first.tally.first_stop > refused
+    assert {record["position"] for _, record in first.sent if record["kind"] == "PROPOSE"} == {hold}
+    for _ in range(20):  # a slot that is faster than the controller, up to the hold
+        if first.tally.first_stop >= 2 * hold - 1:
+            break
+        first.hear("REPORT", 0, report=Report.REFUSED.value, move=0, value=first.tally.first_stop)
+    assert first.tally.phase is Phase.READY and first.tally.position == hold
+    first.report(Report.ACCEPTED)
+    assert first.tally.phase is Phase.SWITCHING
 
 
 def test_a_stop_that_all_have_agreed_on_is_said_again(tmp_path: Path) -> None:
