@@ -9,9 +9,8 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,8 +24,8 @@ from migration.arguments import Parser, parse_run
 from migration.config import apply_settings
 from migration.errors import UserError
 from migration.experiments import EXPERIMENTS, Site, build_site
+from migration.launch import run_child
 from migration.profiles import get_profile
-from migration.versions import CODE_ROOT
 
 _M24_PROFILE, _PROFILE = "tiny_TP4_PP2", "tiny_TP2_PP1"
 _M24_SPACING, _SPACING = 12, 8
@@ -155,9 +154,9 @@ def run_job(site: Site, arguments: Sequence[str], run: Path) -> Run:
     own = ["--hosts", ",".join(site.host_names), "--run", str(run), "--no-report", *at_once, *site.arguments,
            *arguments]
     parse_run(own)  # what is wrong is said before anything is started
-    command = [sys.executable, "harness.py", "--np", str(len(site.hosts)), *own]
-    print(f"=== python {' '.join(command[1:])}", flush=True)
-    code = subprocess.run(command, cwd=CODE_ROOT, stdin=subprocess.DEVNULL).returncode
+    command = ["harness.py", "--np", str(len(site.hosts)), *own]
+    print(f"=== python {shlex.join(command)}", flush=True)
+    code = run_child(command).returncode
     if code:
         raise UserError(f"the experiment's job ended with exit code {code}: see above, and {run}")
     return read_run(run)
@@ -165,7 +164,7 @@ def run_job(site: Site, arguments: Sequence[str], run: Path) -> Run:
 
 def _write(folder: Path, name: str, text: str, figures: dict[str, Any], draw: Callable[[Path], None] | None,
            argv: list[str]) -> None:
-    text += f"\ncommand: python harness.py {' '.join(argv)}"
+    text += f"\ncommand: python harness.py {shlex.join(argv)}"
     print(f"\n{text}")
     (folder / f"{name}.txt").write_text(text + "\n")
     if draw is not None:
