@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import time
@@ -29,6 +30,7 @@ from migration.profiles import get_profile
 
 _M24_PROFILE, _PROFILE = "tiny_TP4_PP2", "tiny_TP2_PP1"
 _M24_SPACING, _SPACING = 12, 8
+_PATHS = ("data", "load", "checkpoints")  # arguments of a run
 
 Table = tuple[str, dict[str, Any], Callable[[Path], None] | None]  # text, JSON, how to draw it
 
@@ -57,6 +59,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--experiment", required=True, choices=EXPERIMENTS, metavar="NAME")
     parser.add_argument("--profile", default="", help=f"default: {_PROFILE}; of m24_live_migration {_M24_PROFILE}")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings")
+    for name in _PATHS:
+        parser.add_argument(f"--{name}", default="", metavar="PATH", help="of each job (see python harness.py --help)")
     parser.add_argument("--np", type=int, metavar="N", help="processes (default: the job's hosts and a spare one)")
     parser.add_argument("--hosts", default="", metavar="H,H,...", help="virtual hosts (default: b0,b1,...)")
     parser.add_argument("--run", default="", help="folder of the experiment (default: runs/<time>-<name>)")
@@ -74,7 +78,12 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--slow", default="", metavar="SLOT:FACTOR@ITERATION", help="straggler: which process gets "
                         "slow, how much, and when (default: the first slot of the second host, 3, 10)")
     parser.add_argument("--auto-evict", action="store_true", help="straggler: vacate the host that is found")
-    return parser.parse_known_args(argv)
+    args, passed_on = parser.parse_known_args(argv)
+    # jobs are started in the code's folder: paths are those seen from here
+    paths = [(f"--{name}", os.path.abspath(path)) for name in _PATHS if (path := getattr(args, name))]
+    args.settings = [re.sub("^data=(.+)", lambda found: f"data={os.path.abspath(found[1])}", text)
+                     for text in args.settings]
+    return args, [*(part for pair in paths for part in pair), *passed_on]
 
 
 def _positive(text: str) -> int:
