@@ -207,3 +207,7 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
         sys.exit(refuse(error))
+    except KeyboardInterrupt:
+        if own_rank() == 0:
+            sys.stderr.write(("\n" if sys.stderr.isatty() else "") + "harness: interrupted\n")  # after the ^C there
+        sys.exit(130)

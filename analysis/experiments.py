@@ -9,9 +9,9 @@ import argparse
 import dataclasses
 import json
 import os
+import re
+import shlex
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,11 +25,12 @@ from migration.arguments import Parser, parse_run
 from migration.config import apply_settings
 from migration.errors import UserError
 from migration.experiments import EXPERIMENTS, Site, build_site
+from migration.launch import run_child
 from migration.profiles import get_profile
-from migration.versions import CODE_ROOT
 
 _M24_PROFILE, _PROFILE = "tiny_TP4_PP2", "tiny_TP2_PP1"
 _M24_SPACING, _SPACING = 12, 8
+_PATHS = ("data", "load", "checkpoints")  # arguments of a run
 
 Table = tuple[str, dict[str, Any], Callable[[Path], None] | None]  # text, JSON, how to draw it
 
@@ -58,6 +59,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--experiment", required=True, choices=EXPERIMENTS, metavar="NAME")
     parser.add_argument("--profile", default="", help=f"default: {_PROFILE}; of m24_live_migration {_M24_PROFILE}")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings")
+    for name in _PATHS:
+        parser.add_argument(f"--{name}", default="", metavar="PATH", help="of each job (see python harness.py --help)")
     parser.add_argument("--np", type=int, metavar="N", help="processes (default: the job's hosts and a spare one)")
     parser.add_argument("--hosts", default="", metavar="H,H,...", help="virtual hosts (default: b0,b1,...)")
     parser.add_argument("--run", default="", help="folder of the experiment (default: runs/<time>-<name>)")
@@ -75,7 +78,12 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--slow", default="", metavar="SLOT:FACTOR@ITERATION", help="straggler: which process gets "
                         "slow, how much, and when (default: the first slot of the second host, 3, 10)")
     parser.add_argument("--auto-evict", action="store_true", help="straggler: vacate the host that is found")
-    return parser.parse_known_args(argv)
+    args, passed_on = parser.parse_known_args(argv)
+    # jobs are started in the code's folder: paths are those seen from here
+    paths = [(f"--{name}", os.path.abspath(path)) for name in _PATHS if (path := getattr(args, name))]
+    args.settings = [re.sub("^data=(.+)", lambda found: f"data={os.path.abspath(found[1])}", text)
+                     for text in args.settings]
+    return args, [*(part for pair in paths for part in pair), *passed_on]
 
 
 def _positive(text: str) -> int:
@@ -155,9 +163,9 @@ def run_job(site: Site, arguments: Sequence[str], run: Path) -> Run:
     own = ["--hosts", ",".join(site.host_names), "--run", str(run), "--no-report", *at_once, *site.arguments,
            *arguments]
     parse_run(own)  # what is wrong is said before anything is started
-    command = [sys.executable, "harness.py", "--np", str(len(site.hosts)), *own]
-    print(f"=== python {' '.join(command[1:])}", flush=True)
-    code = subprocess.run(command, cwd=CODE_ROOT, stdin=subprocess.DEVNULL).returncode
+    command = ["harness.py", "--np", str(len(site.hosts)), *own]
+    print(f"=== python {shlex.join(command)}", flush=True)
+    code = run_child(command).returncode
     if code:
         raise UserError(f"the experiment's job ended with exit code {code}: see above, and {run}")
     return read_run(run)
@@ -165,7 +173,7 @@ def run_job(site: Site, arguments: Sequence[str], run: Path) -> Run:
 
 def _write(folder: Path, name: str, text: str, figures: dict[str, Any], draw: Callable[[Path], None] | None,
            argv: list[str]) -> None:
-    text += f"\ncommand: python harness.py {' '.join(argv)}"
+    text += f"\ncommand: python harness.py {shlex.join(argv)}"
     print(f"\n{text}")
     (folder / f"{name}.txt").write_text(text + "\n")
     if draw is not None:

@@ -5,6 +5,7 @@ Each run is compared with an undisturbed one, bit for bit; memory is sampled bes
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -73,14 +74,14 @@ def run_arm(folder: Path, arguments: Sequence[str], *, environment: Mapping[str,
                 beside(folder, lambda: process.poll() is not None)
             process.wait(max(0.0, ends_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise RunFailed(f"{' '.join(command)} wasn't done after {timeout_s:.0f} s: {_last_words(said)}") from None
+            raise RunFailed(f"{shlex.join(command)} wasn't done after {timeout_s:.0f} s: {_last_words(said)}") from None
         finally:
             _end(process)
         ended_s = time.time()
     if process.returncode:
-        raise RunFailed(f"{' '.join(command)} ended with {process.returncode}: {_last_words(said)}")
+        raise RunFailed(f"{shlex.join(command)} ended with {process.returncode}: {_last_words(said)}")
     shown = [argument for argument in command if argument not in ("--run", str(folder))]
-    return Arm(run=read_run(folder), command=f"python {' '.join(shown)}", samples=sampler.samples, ended_s=ended_s)
+    return Arm(run=read_run(folder), command=f"python {shlex.join(shown)}", samples=sampler.samples, ended_s=ended_s)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

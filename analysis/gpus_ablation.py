@@ -6,6 +6,7 @@ goes on: nothing is started that isn't measured. What is there when something fa
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import shutil
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def _stop_when_done(run: Path, has_ended: Callable[[], bool], ends_s: float) -> 
     done = subprocess.run(command, cwd=CODE_ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                           timeout=_STOP_S)
     if done.returncode:
-        raise RunFailed(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+        raise RunFailed(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
 
 
 def _num_ended(run: Path) -> int:

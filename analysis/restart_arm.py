@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 from analysis.log import Run, read_run
 from migration.errors import UserError
 from migration.forkserver import ADDRESS_VARIABLE
-from migration.versions import CODE_ROOT
+from migration.launch import run_child
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +78,10 @@ def _last(run: Run, name: str, column: str) -> float:
 
 
 def _launch(arguments: list[str], timeout_s: float) -> None:
-    command = [sys.executable, "harness.py", *arguments]
+    command = ["harness.py", *arguments]
     # a fork server that is up already would make the launch look cheaper than it is
     environment = {name: value for name, value in os.environ.items() if name != ADDRESS_VARIABLE}
-    done = subprocess.run(command, cwd=CODE_ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True, timeout=timeout_s)
+    done = run_child(command, environment=environment, is_quiet=True, timeout_s=timeout_s)
     if done.returncode:
-        raise UserError(f"{' '.join(command)} ended with {done.returncode}: "
+        raise UserError(f"python {shlex.join(command)} ended with {done.returncode}: "
                         f"{(done.stderr or done.stdout).strip().splitlines()[-1:]}")

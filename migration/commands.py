@@ -5,7 +5,6 @@ Imports nothing heavy; speaks to a running job through requests.py only.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -196,8 +195,4 @@ COMMANDS = {"request": _request, "status": _status, "cancel": _cancel, "stop": _
 
 def run(argv: list[str]) -> int:
     """Run the command named by argv[0]."""
-    try:
-        return COMMANDS[argv[0]](argv[1:])
-    except KeyboardInterrupt:
-        sys.stderr.write("\n")
-        return 130
+    return COMMANDS[argv[0]](argv[1:])

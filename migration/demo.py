@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from migration.arguments import Parser
 from migration.errors import UserError
-from migration.launch import serve_imports
-from migration.versions import CODE_ROOT
+from migration.launch import run_child, serve_imports
 
 
 def demo(argv: list[str]) -> int:
@@ -46,7 +43,6 @@ def demo(argv: list[str]) -> int:
 
 def _step(title: str, arguments: list[str], shared: Mapping[str, str] | None = None) -> None:
     print(f"\n=== {title}\n$ python {shlex.join(arguments)}", flush=True)
-    done = subprocess.run([sys.executable, *arguments], cwd=CODE_ROOT, env={**os.environ, **(shared or {})},
-                          stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise UserError(f"the demo stopped: {arguments[0]} ended with exit code {done.returncode}, see above")
+    code = run_child(arguments, environment={**os.environ, **(shared or {})}).returncode
+    if code:
+        raise UserError(f"the demo stopped: {arguments[0]} ended with exit code {code}, see above")

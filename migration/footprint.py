@@ -84,8 +84,21 @@ def _path(run: str, world_rank: int) -> Path:
 
 
 def read_footprints(run: str) -> list[Footprint]:
-    """In the order of their world ranks; empty if no process has come so far."""
-    return [Footprint(**json.loads(path.read_text())) for path in sorted((Path(run) / FOLDER).glob("w*.json"))]
+    """In the order of their world ranks, without those that can't be read; empty if no process has come so far."""
+    return [found for found in _read_all(run) if isinstance(found, Footprint)]
+
+
+def describe_unreadable(run: str) -> list[str]:
+    """In words, for each file that names a process and can't be read: a machine that crashes may leave an empty one."""
+    return [found for found in _read_all(run) if isinstance(found, str)]
+
+
+def _read_all(run: str) -> Iterator[Footprint | str]:
+    for path in sorted((Path(run) / FOLDER).glob("w*.json")):
+        try:
+            yield Footprint(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            yield f"{path} can't be read ({getattr(error, 'strerror', None) or error})"
 
 
 def find_processes(run: str) -> dict[int, Found]:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from migration.arguments import Parser
 from migration.errors import UserError
-from migration.footprint import Footprint, Found, find_processes, is_alive, read_footprints
+from migration.footprint import Footprint, Found, describe_unreadable, find_processes, is_alive, read_footprints
 from migration.requests import send_request
 
 _TERM_GRACE_S = 3.0  # from SIGTERM to SIGKILL
@@ -74,9 +74,9 @@ def kill(argv: list[str]) -> int:
     if not 0 <= args.grace < float("inf"):
         raise UserError(f"--grace {args.grace:g}: must be at least 0 s, and finite")
     run = os.path.abspath(args.run)
-    footprints = read_footprints(run)
+    footprints, unreadable = read_footprints(run), describe_unreadable(run)
     before = find_processes(run)
-    if not footprints and not before and not (Path(run) / "config.json").exists():  # a folder is made late
+    if not (footprints or unreadable or before or (Path(run) / "config.json").exists()):  # a folder is made late
         what = "no run was started there" if Path(run).is_dir() else "there is no such folder"
         raise UserError(f"--run {args.run}: {what}, and no process on this machine names it")
     if args.here:
@@ -87,9 +87,13 @@ def kill(argv: list[str]) -> int:
     was_running = bool(before or elsewhere) and _ask_to_end(run)
     if was_running:
         _wait_gone(before.values(), args.grace)
-    # the other machines first: a launcher's end here may take the way to them along
-    outcome = _end_elsewhere(run, elsewhere, was_running)
-    outcome.add(_end_here(run, before))
+    outcome = Outcome()
+    try:  # the other machines first: a launcher's end here may take the way to them along
+        outcome.add(_end_elsewhere(run, elsewhere, was_running))
+    finally:  # whatever becomes of them, and if they aren't waited for (Ctrl-C)
+        outcome.add(_end_here(run, before))
+    outcome.left += [f"perhaps a process on another machine: {words}; once it is known to be over, remove the file"
+                     for words in unreadable]
     print(_in_words(outcome), flush=True)
     return 1 if outcome.left else 0
 
@@ -192,6 +196,9 @@ def _end_there(run: str, footprint: Footprint) -> Outcome | str:
         except subprocess.TimeoutExpired:
             reasons.append(f"{command[0]}: no answer in {_REMOTE_S:.0f} s")
             continue
+        except OSError as error:
+            reasons.append(f"{command[0]}: {error.strerror}")
+            continue
         try:
             return Outcome.from_json(done.stdout.strip().rpartition("\n")[2])
         except (ValueError, KeyError):
@@ -206,8 +213,11 @@ def _is_over(job: str) -> bool:
     """Whether Slurm knows that this job is over, on all its nodes: then it has ended the processes itself."""
     ends_s = time.monotonic() + _JOB_ENDS_S
     while shutil.which("squeue"):
-        done = subprocess.run(["squeue", "--noheader", f"--jobs={job}", "--format=%T"], stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, timeout=_REMOTE_S)
+        try:
+            done = subprocess.run(["squeue", "--noheader", f"--jobs={job}", "--format=%T"], stdin=subprocess.DEVNULL,
+                                  capture_output=True, text=True, timeout=_REMOTE_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
         if done.returncode:
             return "Invalid job id" in done.stderr  # forgotten, some minutes after its end
         if not done.stdout.strip():

@@ -10,6 +10,8 @@ take its neighbours along. `-disable-auto-cleanup` lets processes leave while th
 several leave within milliseconds: mpiexec then writes to a proxy that is just ending, dies of SIGPIPE and takes the job
 along (1 in 30 with 4 of 8 leaving; ignoring SIGPIPE, tried, only turns it into an error of mpiexec's). With shared
 imports mpiexec never sees anybody leave before the last one has ended (see forkserver.py).
+
+Whoever starts launchers, one after the other, does it by `run_child`, which lets them end in order.
 """
 from __future__ import annotations
 
@@ -39,6 +41,7 @@ _PRELOAD, _ENTRY = "migration.preload:preload", "harness:run_process"
 _POLL_S = 0.5
 _TERM_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _RESULT_GRACE_S = 20.0  # from result.json to the end of the last process
+_CHILD_GRACE_S = 30.0  # from Ctrl-C to the end of a launcher, whose own waits for its job and fork server are shorter
 
 
 @contextmanager
@@ -90,6 +93,37 @@ def launch(num_processes: int, argv: Sequence[str], *, run_dir: Path, share_impo
         if not signum and refused.exists():
             return 2
     return 128 + signum if signum else _verdict(result)
+
+
+def run_child(arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, is_quiet: bool = False,
+              timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
+    """This Python with `arguments` in the code's folder, to its end, as by subprocess.run.
+
+    Ctrl-C goes to the child as well, and a launcher ends its job in order then, for which subprocess.run doesn't wait.
+    Here KeyboardInterrupt is raised once the child has ended. is_quiet: its words are in the result only.
+    """
+    output = subprocess.PIPE if is_quiet else None
+    with subprocess.Popen([sys.executable, *arguments], cwd=CODE_ROOT, env=environment, stdin=subprocess.DEVNULL,
+                          stdout=output, stderr=output, text=True) as child:
+        try:
+            said, errors = child.communicate(timeout=timeout_s)
+        except KeyboardInterrupt:
+            _let_end(child)
+            raise
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise
+    return subprocess.CompletedProcess(child.args, child.returncode, said, errors)
+
+
+def _let_end(child: subprocess.Popen[str]) -> None:
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C is for the child, which hurries then
+    try:
+        child.communicate(timeout=_CHILD_GRACE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def tell_refused() -> None:

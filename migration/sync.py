@@ -62,13 +62,18 @@ def sync(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not os.path.isabs(args.to):
         raise UserError(f"--to {args.to}: must be an absolute path, since it is one on every node")
+    args.to = os.path.normpath(args.to)  # the archive lies beside it, so its name has to be the last part
     hosts = [host for host in args.hosts.split(",") if host]
+    in_slurm = "SLURM_JOB_ID" in os.environ
+    if hosts and not in_slurm and shutil.which("ssh") is None:
+        raise UserError(f"--hosts {args.hosts}: outside a Slurm allocation they are asked over ssh, which isn't "
+                        "installed here; install it, or leave --hosts out and sync on each host")
     with tempfile.TemporaryDirectory(prefix="lm-sync-") as scratch:
         archive = Path(scratch) / "code.tar"
         commit = pack(CODE_ROOT, archive, dirty=args.dirty)
         goods = Goods(archive=archive, folder=args.to, identity=hashlib.sha256(archive.read_bytes()).hexdigest(),
                       digest=_digest_of(archive, Path(scratch) / "code"))
-        answers = (_spread_in_slurm if "SLURM_JOB_ID" in os.environ else _spread_without)(goods, hosts)
+        answers = (_spread_in_slurm if in_slurm else _spread_without)(goods, hosts)
     width = max(len(answer.node) for answer in answers)
     for answer in answers:
         print(f"{answer.node:{width}s}  {answer.problem or f'{answer.done}, verified'}")

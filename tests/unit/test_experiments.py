@@ -1,8 +1,15 @@
 """The jobs that experiments run: their arguments are those that a user could give, and do what the experiment is."""
 from __future__ import annotations
 
-import pytest
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 
+import pytest
+from synthetic_run import make_run
+
+from analysis import experiments, gpu_moves
 from migration.arguments import parse_run
 from migration.arms import ARMS
 from migration.errors import UserError
@@ -82,3 +89,40 @@ def test_straggler_and_m24() -> None:
     assert (options.slow, options.find_stragglers, options.auto_evict) == (("4:2@7",), True, False)
     text, = requests(m24_job(site_of("tiny_TP4_PP2"), 12))
     assert text == "b1->b3@12"
+
+
+@pytest.mark.parametrize("ways", [("--data", "my.txt", "--load=saved", "--checkpoints", "../kept"),
+                                  ("--set", "data=my.txt", "--load", "saved", "--checkpoints", "../kept")])
+def test_paths_are_seen_from_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str], ways: tuple[str, ...]) -> None:
+    """Jobs are started elsewhere. The command that is shown does the same when it is pasted into a shell."""
+    started: list[str] = []
+
+    def start(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        started.extend(arguments)
+        return subprocess.CompletedProcess(arguments, 3)
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(experiments, "run_child", start)
+    with pytest.raises(UserError, match="exit code 3"):
+        experiments.main(["--experiment", "m24_live_migration", "--connect", "pause", *ways])
+    shown = capsys.readouterr().out
+    assert shlex.split(shown.removeprefix("=== python ")) == started and " 'b1->b3@12' " in shown
+    monkeypatch.chdir("/")
+    config, options = parse_run(started[1:])
+    assert (config.data, options.load) == (str(tmp_path / "here" / "my.txt"), str(tmp_path / "here" / "saved"))
+    assert (options.checkpoints, options.connect) == (str(tmp_path / "kept"), "pause")
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_command_of_a_bench_section_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+                                                      ) -> None:
+    (tmp_path / "harness.py").write_text(f"raise SystemExit({code})")
+    monkeypatch.setattr(gpu_moves, "CODE_ROOT", tmp_path)
+    folder, arguments = make_run(tmp_path / "run"), ["--vacate", "b1->b3@8"]
+    try:
+        shown = gpu_moves.run_arm(folder, arguments, environment={}, on_gpu=False, timeout_s=60.0).command
+    except gpu_moves.RunFailed as error:
+        shown = str(error)
+    assert "harness.py --vacate 'b1->b3@8'" in shown and ("ended with 1" in shown) is (code == 1)

@@ -95,6 +95,41 @@ def test_no_checkout(tmp_path: Path) -> None:
         sync.pack(tmp_path, tmp_path / "x.tar", dirty=False)
 
 
+# to the nodes
+
+
+@needs_git
+def test_a_slash_at_the_end_of_the_folder(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    """In an allocation the archive lies beside the folder, never in it. Programs in the place of Slurm's."""
+    programs = {"scontrol": "echo n1", "sbcast": 'cp "$2" "$3"',
+                "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'}
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "4")
+    (checkout / "migration").mkdir()
+    (checkout / "migration" / "versions.py").write_text("print('digest')")
+    monkeypatch.setattr(sync, "CODE_ROOT", checkout)
+    assert sync.sync(["--to", f"{tmp_path}/to/code/", "--dirty"]) == 0, capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "to").iterdir()] == ["code"]
+    assert (tmp_path / "to" / "code" / "a.py").exists()
+
+
+def test_hosts_without_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is unpacked here either."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    (tmp_path / "bin").mkdir()
+    if git := shutil.which("git"):
+        (tmp_path / "bin" / "git").symlink_to(git)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(UserError, match="^--hosts h1: outside a Slurm allocation .* over ssh, which isn't installed"):
+        sync.sync(["--to", str(tmp_path / "code"), "--hosts", "h1", "--dirty"])
+    assert not (tmp_path / "code").exists()
+
+
 # what is unpacked
 
 
