@@ -56,8 +56,9 @@ def find_start(load: str, checkpoints: str, config: Config, *, ends_at: int | No
                versions: dict[str, str] | None = None) -> Start:
     """Where a run with `--load LOAD` and `--checkpoints CHECKPOINTS` starts; `load`: a checkpoint or a folder of them.
 
-    `ends_at`: the iteration before which it ends, where that isn't the config's last one. `data` and `versions` are compared where they are given. Raises UserError if what was named can't be used, or if
-    there are checkpoints and none of them is whole.
+    `ends_at`: the iteration before which it ends, where that isn't the config's last one. `data` and `versions` are
+    compared where they are given. Raises UserError if what was named can't be used, or if there are checkpoints and
+    none of them is whole.
     """
     newest = _find_newest(checkpoints, must_exist=False) if checkpoints else None
     if load:

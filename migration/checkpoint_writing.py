@@ -60,7 +60,8 @@ def begin(path: Path) -> None:
 def finish(path: Path, *, iteration: int, config: Config, data: str, versions: dict[str, str], keep: int) -> Path:
     """Everybody has written into `path`: complete it, name it, and remove what isn't kept. Returns the new folder.
 
-    Kept are the last `keep` that are whole, this one, and what is newer. Raises FileNotFoundError if it has been given up.
+    Kept are the last `keep` that are whole, this one, and what is newer. Raises FileNotFoundError if it has been given
+    up.
     """
     files = {p.relative_to(path).as_posix(): p.stat().st_size for p in sorted(path.rglob("*")) if p.is_file()}
     manifest = Manifest(iteration=iteration, config=comparable(config), data=data, versions=versions, files=files)

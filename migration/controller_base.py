@@ -23,7 +23,7 @@ from migration.requests import RequestServer
 from migration.roster import Roster
 from migration.schedule import Pending
 from migration.timeline import Timeline
-from migration.watch import STANDING_S, Watch
+from migration.watch import FIRST_WORD_S, STANDING_S, Watch
 from migration.world import World
 
 _BEAT_S = 5.0  # or more often, where processes wait for less before they end themselves
@@ -43,7 +43,8 @@ class ControllerBase:
                                  run=options.run, timeline=timeline, progress_s=options.progress_s)
         self._schedule = options.schedule()
         self._watch = Watch(world.size, beat_s=min(_BEAT_S, options.orphan_timeout_s / 4),
-                            heartbeat_timeout_s=options.heartbeat_timeout_s)
+                            heartbeat_timeout_s=options.heartbeat_timeout_s,
+                            first_word_s=0.0 if term else FIRST_WORD_S)  # later ones find everybody at work
         self._server = RequestServer(options.run, address, term, world.rank,
                                      hand_over_s=options.heartbeat_timeout_s + STANDING_S + ANSWER_S)
         self._store: Any = None  # of the generation being built; dropping it ends every member's wait on it

@@ -21,7 +21,7 @@ from migration.part import Part
 from migration.part_threads import PartThreads
 from migration.roster import MovePlan
 from migration.timeline import Timeline
-from migration.watch import HEARTBEAT_S
+from migration.watch import FIRST_WORD_S, HEARTBEAT_S
 from migration.world import Record, World
 from migration.zygote import RUN_VARIABLE
 
@@ -40,7 +40,7 @@ class Member(PartThreads):
         self.is_training = False  # every slot has started
         self.warm_roles: set[str] = set()  # of pipelines, that this process has run; see warmup.py
         self.figures: Figures | None = None  # of this process, measured last; None: nobody wants them
-        self._last_heard_s = time.monotonic()
+        self._last_heard_s = time.monotonic() + max(0.0, FIRST_WORD_S - options.orphan_timeout_s)
         self._told_s = 0.0
         self._neighbours: Neighbours | None = None  # once all have left their footprints
         self._vacate_own_host = False

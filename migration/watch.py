@@ -6,21 +6,24 @@ import time
 HEARTBEAT_S = 0.5  # each process says so often that it lives
 LOOK_AROUND_S = 1.8  # more than three heartbeats: silence for so long counts once another process is in trouble
 STANDING_S = 10.0  # for a process to tell another controller where it stands; its control thread is never busy for long
+FIRST_WORD_S = 120.0  # for a process to import and take its GPU: some nodes need a minute more than others
 LONGEST_TICK_S = 0.1  # what a tick counts at most: while a process stands still it hears nobody
 
 
 class Watch:
     """When each process was heard last, when all are to hear of the controller, and one deadline."""
 
-    def __init__(self, world_size: int, *, beat_s: float, heartbeat_timeout_s: float) -> None:
+    def __init__(self, world_size: int, *, beat_s: float, heartbeat_timeout_s: float, first_word_s: float = 0.0) -> None:
         """`beat_s`: between two words of the controller. Seldom, for MPI ends a process that has a record on its way to
-        one that dies just then."""
-        self._beat_s, self._timeout_s = beat_s, heartbeat_timeout_s
+        one that dies just then. `first_word_s`: a process that hasn't said a word yet may be silent for so long."""
+        self._beat_s, self._timeout_s, self._first_word_s = beat_s, heartbeat_timeout_s, first_word_s
+        self._unheard = set(range(world_size))
         self._heard_s = dict.fromkeys(range(world_size), time.monotonic())
         self._beaten_s, self._looked_s = -beat_s, -HEARTBEAT_S
         self._deadline: tuple[float, str] | None = None
 
     def heard(self, world_rank: int) -> None:
+        self._unheard.discard(world_rank)
         self._heard_s[world_rank] = time.monotonic()
 
     def heard_before(self, world_rank: int, when_s: float) -> None:
@@ -53,7 +56,8 @@ class Watch:
 
     def silent_for(self, now_s: float, seconds: float) -> list[tuple[int, float]]:
         """Those silent for more than `seconds`, likewise."""
-        return [(rank, now_s - heard_s) for rank, heard_s in self._heard_s.items() if now_s - heard_s > seconds]
+        return [(rank, now_s - heard_s) for rank, heard_s in self._heard_s.items()
+                if now_s - heard_s > (max(seconds, self._first_word_s) if rank in self._unheard else seconds)]
 
     # ---- the deadline
 
