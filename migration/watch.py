@@ -13,7 +13,8 @@ LONGEST_TICK_S = 0.1  # what a tick counts at most: while a process stands still
 class Watch:
     """When each process was heard last, when all are to hear of the controller, and one deadline."""
 
-    def __init__(self, world_size: int, *, beat_s: float, heartbeat_timeout_s: float, first_word_s: float = 0.0) -> None:
+    def __init__(self, world_size: int, *, beat_s: float, heartbeat_timeout_s: float,
+                 first_word_s: float = 0.0) -> None:
         """`beat_s`: between two words of the controller. Seldom, for MPI ends a process that has a record on its way to
         one that dies just then. `first_word_s`: a process that hasn't said a word yet may be silent for so long."""
         self._beat_s, self._timeout_s, self._first_word_s = beat_s, heartbeat_timeout_s, first_word_s
