@@ -30,7 +30,7 @@ class Site:
     time: str = ""  # as sbatch takes it, such as 24:00:00
     warning_s: int = 600  # so long before the end the job is told to checkpoint and requeue
     max_requeues: int = 20  # of one job, so that what fails at once after each start comes to an end
-    tasks_per_node: int = 0  # 0: as the profile's hosts have them
+    tasks_per_node: int = 0  # 0: one a GPU, or where nothing is said of those, as the profile's hosts have them
     gpus_per_node: int = 0
     cpus_per_task: int = 0
     sbatch: tuple[str, ...] = ()  # further options of the job, such as --constraint=h200
@@ -120,6 +120,9 @@ def _check(site: Site) -> None:
     for key in ("warning_s", "max_requeues", "tasks_per_node", "gpus_per_node", "cpus_per_task"):
         if getattr(site, key) < 0:
             raise UserError(f"{key}: must not be negative, is {getattr(site, key)}")
+    if 0 < site.gpus_per_node < site.tasks_per_node:
+        raise UserError(f"tasks_per_node: {site.tasks_per_node} processes would share the GPUs of a node, of which "
+                        f"there are gpus_per_node = {site.gpus_per_node}; take at most so many, or leave it out")
     for name, _ in site.environment:
         if not _VARIABLE.fullmatch(name):
             raise UserError(f"environment: {name!r} can't be the name of a variable")

@@ -84,7 +84,7 @@ def build_job(arguments: list[str], site: Site, *, name: str, num_spare_nodes: i
               launcher: str = "srun") -> Job:
     """The job of `arguments`, which are harness.py's. Raises UserError for what can't run."""
     config, _ = parse_run(arguments)
-    tasks_per_node = site.tasks_per_node or ranks_per_host(config)
+    tasks_per_node = site.tasks_per_node or site.gpus_per_node or ranks_per_host(config)
     training = -(-config.job_size // tasks_per_node)
     if num_spare_nodes < 0:
         raise UserError(f"--spares {num_spare_nodes}: must be at least 0 nodes")

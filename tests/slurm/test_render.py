@@ -155,6 +155,14 @@ def test_nodes_follow_from_slots_and_spares() -> None:
     assert (job.num_nodes, job.num_spare_nodes) == (8, 3)
 
 
+@pytest.mark.parametrize(("settings", "site", "nodes"), [
+    ((), Site(gpus_per_node=4), (7, 4)), ((), Site(gpus_per_node=8, tasks_per_node=6), (5, 6)),
+    (("--set", "dp=1"), Site(), (2, 8)), (("--set", "dp=1"), Site(gpus_per_node=8), (2, 8))])
+def test_no_two_processes_share_a_gpu(settings: tuple[str, ...], site: Site, nodes: tuple[int, int]) -> None:
+    job = build_job(["--profile", "20B_TP4_PP2", *settings], site, name="m24", num_spare_nodes=1)
+    assert (job.num_nodes, job.tasks_per_node) == nodes
+
+
 def test_growing_is_declined_in_one_line_and_the_text_is_the_same() -> None:
     made = slurm("render", "--grow", *M24[1:])
     assert made.returncode == 0 and made.stdout == (ROOT / "slurm" / "m24.sbatch").read_text()
@@ -177,6 +185,7 @@ def test_the_example_is_a_site(tmp_path: Path) -> None:
     ("partitoin = 'x'", "partitoin: there is no such key; did you mean partition?"),
     ("gpus_per_node = '8'", "gpus_per_node: must be a number"),
     ("gpus_per_node = true", "gpus_per_node: must be a number"),
+    ("gpus_per_node = 4\ntasks_per_node = 8", "tasks_per_node: 8 processes would share the GPUs of a node"),
     ("gpus_per_node = -8", "gpus_per_node: must not be negative"),
     ("partition = 8", "partition: must be a string"),
     ("partition = 'a b'", "partition: 'a b' has characters"),
