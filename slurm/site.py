@@ -133,5 +133,10 @@ def _check(site: Site) -> None:
             raise UserError(f"container_image, container_mounts: {value!r} has characters that can't be passed on")
     if bool(site.container) != bool(site.container_image):
         raise UserError("container and container_image: give both or none")
+    for key in ("runs", "checkpoints"):
+        value = getattr(site, key)
+        if "$" in value or value.startswith("~"):
+            raise UserError(f"{key}: {value!r} would be a folder of this very name, since the script expands neither $ "
+                            "nor ~; write the path out")
     if not site.runs:
         raise UserError("runs: must name a folder that every node sees")

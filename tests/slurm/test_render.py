@@ -199,6 +199,8 @@ def test_the_example_is_a_site(tmp_path: Path) -> None:
     ("[environment]\nA-B = 'x'", "'A-B' can't be the name of a variable"),
     ("[environment]\nA = 1", "environment: must be a table of strings"),
     ("runs = ''", "runs: must name a folder"),
+    ("runs = '$SCRATCH/runs'", "runs: '$SCRATCH/runs' would be a folder of this very name"),
+    ("checkpoints = '~/ck'", "checkpoints: '~/ck' would be a folder of this very name"),
 ])
 def test_a_wrong_site_is_one_line(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "site.toml"
