@@ -15,8 +15,9 @@ from migration.sizes import format_bytes, format_count, num_parameters, slot_sta
 
 DEFAULT_PROFILE = "tiny_TP2_PP1"
 
-_RANKS_PER_HOST = 8  # of the GPU hosts that the real profiles are for
+_RANKS_PER_HOST = 8  # of the GPU hosts that the real profiles are for, and of virtual ones in their place
 _TINY_RANKS_PER_HOST = 2
+_ON_TINY_HOSTS = ("tiny_TP2_PP1", "tiny_TP2_PP2", "tiny_TP1_PP2")
 
 # What the real profiles share. `iterations` is enough for a measurement; the schedule is that of a long run.
 _REAL: dict[str, Any] = dict(
@@ -119,8 +120,11 @@ def get_profile(name: str) -> Config:
 
 
 def ranks_per_host(config: Config) -> int:
-    """Ranks of one host in the setting that the profile is for: 8 GPUs, or up to 2 processes of a virtual host."""
-    return _RANKS_PER_HOST if config.job_size > _RANKS_PER_HOST else min(_TINY_RANKS_PER_HOST, config.job_size)
+    """Ranks of one host in the setting that the profile is for: 8 GPUs, or 2 processes of a virtual host; fewer where
+    the job has fewer slots. The size that --set gives the job makes no other host of it.
+    """
+    on_host = _TINY_RANKS_PER_HOST if config.profile in _ON_TINY_HOSTS else _RANKS_PER_HOST
+    return min(on_host, config.job_size)
 
 
 def describe_profiles() -> str:

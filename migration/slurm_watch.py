@@ -19,7 +19,7 @@ from migration.errors import UserError
 from migration.slurm_nodes import NODE_FORMAT, Sighting, parse_job, parse_maintenance, parse_nodes
 
 _CALL_TIMEOUT_S = 20.0  # a resize that Slurm isn't ready for is refused after 5 s
-_MAX_PAUSE_S = 60.0
+_MAX_PAUSE_S = 60.0  # unless the user asks for longer ones
 _SLOW_FACTOR = 3  # the pause is at least so many times what a look took
 _LOOKS_PER_RESERVATION = 12  # reservations are made ahead, and listed for the whole cluster
 
@@ -110,8 +110,7 @@ class SlurmWatch:
             if self._num_failed == 0:
                 self._found.put(NoAnswer(error=_in_words(error)))
             self._num_failed += 1
-        took_s = time.monotonic() - started_s
-        return min(_MAX_PAUSE_S, max(self._poll_s * 2 ** min(self._num_failed, 6), _SLOW_FACTOR * took_s))
+        return choose_pause(self._poll_s, self._num_failed, time.monotonic() - started_s)
 
     def _look(self) -> Sighting:
         job = parse_job(self._call("scontrol", "-o", "show", "job", self._job_id))
@@ -148,6 +147,12 @@ class SlurmWatch:
         if done.returncode:
             raise UserError(f"{' '.join(command[:3])}: {' '.join((done.stderr or done.stdout).split())[:300]}")
         return done.stdout
+
+
+def choose_pause(poll_s: float, num_failed: int, took_s: float) -> float:
+    """From a look that took `took_s` to the next, after `num_failed` in a row that failed; never below `poll_s`."""
+    pause_s = max(poll_s, min(_MAX_PAUSE_S, max(poll_s * 2 ** min(num_failed, 6), _SLOW_FACTOR * took_s)))
+    return min(threading.TIMEOUT_MAX, pause_s)  # more can't be waited for, and who asks for it wants no looks
 
 
 def _in_words(error: Exception) -> str:

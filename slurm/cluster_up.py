@@ -16,7 +16,7 @@ from pathlib import Path
 from migration.errors import UserError
 from slurm import daemons
 from slurm.cluster import Cluster, find, save
-from slurm.local_conf import LocalConf
+from slurm.local_conf import MADE_BY, LocalConf
 
 NODES = ("b0", "b1", "b2", "b3")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
@@ -71,14 +71,23 @@ def up(folder: Path, *, nodes: tuple[str, ...] = NODES, cpus: int = 8, gpus: int
 
 def _make_folder(folder: Path, *, had_cluster: bool) -> None:
     if folder.exists() and any(folder.iterdir()):
-        if not had_cluster and not (folder / "slurm.conf").exists():
-            raise UserError(f"--folder {folder}: there are files in it that are no cluster's; name another folder")
+        if not had_cluster and not _has_own_conf(folder):
+            raise UserError(f"--folder {folder}: there are files in it that are no cluster's of this command; name "
+                            "another folder")
         shutil.rmtree(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--folder {folder}: can't be made: {error.strerror}") from None
     folder.chmod(0o755)  # munged wants others to get to its socket
+
+
+def _has_own_conf(folder: Path) -> bool:
+    """A slurm.conf alone says nothing: a real cluster's /etc/slurm has one."""
+    try:
+        return (folder / "slurm.conf").read_text(errors="replace").startswith(MADE_BY)
+    except OSError:
+        return False
 
 
 def _free_ports(number: int) -> list[int]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-_TEMPLATE = """\
-# Made by python -m slurm up: {num_nodes} virtual nodes on this machine.
+MADE_BY = "# Made by python -m slurm up: "  # the first words of each
+_TEMPLATE = MADE_BY + """\
+{num_nodes} virtual nodes on this machine.
 ClusterName=local
 SlurmctldHost={machine}(127.0.0.1)
 SlurmctldPort={controller_port}

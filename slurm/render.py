@@ -44,6 +44,12 @@ _NO_CHECKPOINTS = """\
 # Without a folder of checkpoints there is nothing that a requeued job could go on from.
 trap 'echo "$(date +%T) signal USR1: the end is near, and there are no checkpoints (site TOML)"' USR1"""
 
+_LOAD = """\
+# --load is for the first start: once the job has a checkpoint of its own, it goes on from that when it is requeued.
+LOAD=(--load {folder})
+for own in "$CHECKPOINTS"/iteration*[0-9]; do [ ! -d "$own" ] || LOAD=(); done
+"""
+
 _WAIT = """\
 job=$!
 # A signal interrupts wait, so it is called until the job is gone.
@@ -66,7 +72,10 @@ exit "$verdict\""""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to run. Counts of nodes include the spare ones; `arguments` are those of harness.py, but for --run."""
+    """What is to run. Counts of nodes include the spare ones; `arguments` are those of harness.py, but for --run.
+
+    load: what --load names, which is no longer loaded once the job has a checkpoint of its own.
+    """
 
     name: str
     profile: str
@@ -75,6 +84,7 @@ class Job:
     num_nodes: int
     num_spare_nodes: int
     arguments: tuple[str, ...]
+    load: str = ""
     launcher: str = "srun"
 
 
@@ -89,8 +99,8 @@ def render(job: Job, site: Site, made_by: str = "") -> str:
     else:
         on_signal, end = _NO_CHECKPOINTS, [verdict]
     parts = ["#!/bin/bash", _heading(job, made_by), *_options(job, site), "", _folders(site), *_program(site),
-             *_beside(site), "", *_environment(site), "", on_signal, "", _LAUNCHER_NOTES[job.launcher],
-             _launch(job, site), _WAIT, *end]
+             *_beside(site), "", *_environment(site), "", on_signal, "", *_load(job, site),
+             _LAUNCHER_NOTES[job.launcher], _launch(job, site), _WAIT, *end]
     return "\n".join(parts) + "\n"
 
 
@@ -142,6 +152,11 @@ def _environment(site: Site) -> list[str]:
     return [f"export {name}={value}" for name, value in values.items()]
 
 
+def _load(job: Job, site: Site) -> list[str]:
+    """The harness refuses an older checkpoint than the newest in --checkpoints."""
+    return [_LOAD.format(folder=_quote(job.load))] if job.load and site.checkpoints else []
+
+
 def _launch(job: Job, site: Site) -> str:
     if job.launcher == "srun":
         words = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=pmi2"]
@@ -152,7 +167,10 @@ def _launch(job: Job, site: Site) -> str:
         words = ["mpiexec", "-disable-auto-cleanup", "-n", str(job.num_nodes * job.tasks_per_node),
                  "-ppn", str(job.tasks_per_node)]
     words += [*_apptainer(site), "python", "harness.py", *job.arguments]
-    quoted = [_quote(word) for word in words] + ["--run", '"$RUN"']
+    quoted = [_quote(word) for word in words]
+    if job.load:
+        quoted += ['"${LOAD[@]}"'] if site.checkpoints else ["--load", _quote(job.load)]
+    quoted += ["--run", '"$RUN"']
     if site.checkpoints:
         quoted += ["--checkpoints", '"$CHECKPOINTS"']
     return _wrap(quoted) + " &"

@@ -30,7 +30,7 @@ class Site:
     time: str = ""  # as sbatch takes it, such as 24:00:00
     warning_s: int = 600  # so long before the end the job is told to checkpoint and requeue
     max_requeues: int = 20  # of one job, so that what fails at once after each start comes to an end
-    tasks_per_node: int = 0  # 0: as the profile's hosts have them
+    tasks_per_node: int = 0  # 0: one a GPU, or where nothing is said of those, as the profile's hosts have them
     gpus_per_node: int = 0
     cpus_per_task: int = 0
     sbatch: tuple[str, ...] = ()  # further options of the job, such as --constraint=h200
@@ -120,6 +120,9 @@ def _check(site: Site) -> None:
     for key in ("warning_s", "max_requeues", "tasks_per_node", "gpus_per_node", "cpus_per_task"):
         if getattr(site, key) < 0:
             raise UserError(f"{key}: must not be negative, is {getattr(site, key)}")
+    if 0 < site.gpus_per_node < site.tasks_per_node:
+        raise UserError(f"tasks_per_node: {site.tasks_per_node} processes would share the GPUs of a node, of which "
+                        f"there are gpus_per_node = {site.gpus_per_node}; take at most so many, or leave it out")
     for name, _ in site.environment:
         if not _VARIABLE.fullmatch(name):
             raise UserError(f"environment: {name!r} can't be the name of a variable")
@@ -130,5 +133,10 @@ def _check(site: Site) -> None:
             raise UserError(f"container_image, container_mounts: {value!r} has characters that can't be passed on")
     if bool(site.container) != bool(site.container_image):
         raise UserError("container and container_image: give both or none")
+    for key in ("runs", "checkpoints"):
+        value = getattr(site, key)
+        if "$" in value or value.startswith("~"):
+            raise UserError(f"{key}: {value!r} would be a folder of this very name, since the script expands neither $ "
+                            "nor ~; write the path out")
     if not site.runs:
         raise UserError("runs: must name a folder that every node sees")

@@ -84,7 +84,7 @@ def build_job(arguments: list[str], site: Site, *, name: str, num_spare_nodes: i
               launcher: str = "srun") -> Job:
     """The job of `arguments`, which are harness.py's. Raises UserError for what can't run."""
     config, _ = parse_run(arguments)
-    tasks_per_node = site.tasks_per_node or ranks_per_host(config)
+    tasks_per_node = site.tasks_per_node or site.gpus_per_node or ranks_per_host(config)
     training = -(-config.job_size // tasks_per_node)
     if num_spare_nodes < 0:
         raise UserError(f"--spares {num_spare_nodes}: must be at least 0 nodes")
@@ -96,8 +96,10 @@ def build_job(arguments: list[str], site: Site, *, name: str, num_spare_nodes: i
     if launcher == "mpirun" and site.container == "pyxis":
         raise UserError("--launcher mpirun: pyxis is a part of srun; take --launcher srun or apptainer")
     nodes = num_nodes if num_nodes is not None else training + num_spare_nodes
+    load, others = _take_load(arguments)
     return Job(name=name, profile=config.profile, job_size=config.job_size, tasks_per_node=tasks_per_node,
-               num_nodes=nodes, num_spare_nodes=nodes - training, arguments=tuple(arguments), launcher=launcher)
+               num_nodes=nodes, num_spare_nodes=nodes - training, arguments=tuple(others), load=load,
+               launcher=launcher)
 
 
 def _parser(name: str, description: str) -> Parser:
@@ -117,6 +119,14 @@ def _parser(name: str, description: str) -> Parser:
     parser.add_argument("--launcher", choices=LAUNCHERS, default="srun", help="mpirun: MPICH's mpiexec inside the job; "
                         "it can't survive the death of a whole node (default: %(default)s)")
     return parser
+
+
+def _take_load(arguments: list[str]) -> tuple[str, list[str]]:
+    """(what --load names, the other arguments), as harness.py reads them: `--load=X` and `--lo X` too."""
+    parser = Parser(add_help=False)
+    parser.add_argument("--load", default="")
+    args, others = parser.parse_known_args(arguments)
+    return args.load, others
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

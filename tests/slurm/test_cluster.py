@@ -78,6 +78,28 @@ def test_a_folder_of_somebody_else_is_left_alone(need_slurm: None, cluster_folde
     assert (folder / "thesis.tex").read_text() == "all of it"
 
 
+def test_a_real_clusters_folder_is_left_alone(cluster_folder: Callable[[], Path],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in a folder counts before anything is started, so this needs no Slurm."""
+    monkeypatch.setattr(cluster_up, "missing", lambda: "")
+    folder = cluster_folder()
+    (folder / "slurm.conf").write_text("ClusterName=production\n")
+    with pytest.raises(UserError, match="no cluster's") as caught:
+        cluster_up.up(folder)
+    assert "\n" not in str(caught.value) and (folder / "slurm.conf").read_text() == "ClusterName=production\n"
+
+
+def test_the_folder_of_an_earlier_cluster_is_emptied(cluster_folder: Callable[[], Path],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_up, "missing", lambda: "")
+    monkeypatch.setattr(cluster_up, "_start_all", lambda cluster: None)
+    monkeypatch.setattr(cluster_up, "_wait_idle", lambda cluster: None)
+    folder = cluster_folder()
+    cluster_up.up(folder)
+    (folder / "slurmctld.log").touch()
+    assert cluster_up.up(folder).conf.exists() and not (folder / "slurmctld.log").exists()
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, cluster_folder: Callable[[], Path]) -> None:
     monkeypatch.setattr(daemons, "_SYSTEM_PATH", "")
     monkeypatch.setenv("PATH", str(cluster_folder()))

@@ -55,18 +55,23 @@ def test_every_variant_is_bash(launcher: str, container: str, checkpoints: str) 
     assert ("scontrol requeue" in text) == bool(checkpoints)
 
 
-def test_the_program_gets_its_arguments_and_folders(tmp_path: Path) -> None:
-    """The text itself is run by bash; in the place of Slurm's programs and Python are some that say how they are called."""
+def stand_in(folder: Path) -> dict[str, str]:
+    """In the place of Slurm's programs and Python, some that say in `calls` how they are called; the variables."""
     for name in ("srun", "python", "scontrol"):
-        (tmp_path / name).write_text(f'#!/bin/bash\n{{ printf "%s" "{name}"; printf "|%s" "$@"; echo; }} >> calls\n'
-                                     f'[ {name} = python ] && [ "$2" = slurm ] && exit 75\nexit 0\n')
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "harness.py").touch()
+        (folder / name).write_text(f'#!/bin/bash\n{{ printf "%s" "{name}"; printf "|%s" "$@"; echo; }} >> calls\n'
+                                   f'[ {name} = python ] && [ "$2" = slurm ] && exit 75\nexit 0\n')
+        (folder / name).chmod(0o755)
+    (folder / "harness.py").touch()
+    return {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_NAME": "tiny", "SLURM_JOB_ID": "7", "HOME": "/root",
+            "ENVIRONMENT": "BATCH"}
+
+
+def test_the_program_gets_its_arguments_and_folders(tmp_path: Path) -> None:
+    """The text itself is run by bash."""
+    variables = stand_in(tmp_path)
     site = Site(runs="my runs", checkpoints="ck", gpus_per_node=2, environment=(("A", "it's $HOME"),))
     script = render(TINY, site).replace("\nverdict=$?",
                                         "\nverdict=$?; printenv A OMP_NUM_THREADS NCCL_DEBUG_FILE >> calls")
-    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NAME": "tiny", "SLURM_JOB_ID": "7", "HOME": "/root",
-                 "ENVIRONMENT": "BATCH"}
 
     def run(**more: str) -> tuple[int, str, str]:
         (tmp_path / "calls").unlink(missing_ok=True)
@@ -89,6 +94,28 @@ def test_the_program_gets_its_arguments_and_folders(tmp_path: Path) -> None:
     assert code == 75 and "scontrol" not in calls and f"--load {checkpoints}" in said
     (tmp_path / "harness.py").unlink()
     assert subprocess.run(["bash", "-c", script], cwd=tmp_path, env=variables, timeout=60).returncode == 2
+
+
+@pytest.mark.parametrize("load", [("--load", "it's a folder"), ("--load=it's a folder",)])
+def test_a_requeued_job_goes_on_from_its_own_checkpoint(load: tuple[str, ...], tmp_path: Path) -> None:
+    """What --load names is for a job that has none: beside a newer one the harness refuses it, at every start."""
+    variables = stand_in(tmp_path)
+
+    def loads(site: Site) -> bool:
+        job = build_job(["--set", "dp=1", *load, "--checkpoint-every", "4"], site, name="tiny", num_spare_nodes=1)
+        (tmp_path / "calls").unlink(missing_ok=True)
+        subprocess.run(["bash", "-c", render(job, site)], cwd=tmp_path, env=variables, timeout=60)
+        (call,) = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("srun|")]
+        assert "|harness.py|--set|dp=1|--checkpoint-every|4|" in call and call.count("|--run|") == 1
+        assert ("it's a folder" in call) == ("|4|--load|it's a folder|--run|" in call)
+        return "--load" in call
+
+    site, own = Site(checkpoints="c [k]"), tmp_path / "c [k]" / "tiny-7"
+    assert loads(site) and loads(Site())
+    (own / "iteration00000004.0123abcd-0.unfinished").mkdir(parents=True)
+    assert loads(site)
+    (own / "iteration00000004").mkdir()
+    assert not loads(site) and loads(Site())
 
 
 def test_what_a_site_sets_arrives() -> None:
@@ -128,6 +155,14 @@ def test_nodes_follow_from_slots_and_spares() -> None:
     assert (job.num_nodes, job.num_spare_nodes) == (8, 3)
 
 
+@pytest.mark.parametrize(("settings", "site", "nodes"), [
+    ((), Site(gpus_per_node=4), (7, 4)), ((), Site(gpus_per_node=8, tasks_per_node=6), (5, 6)),
+    (("--set", "dp=1"), Site(), (2, 8)), (("--set", "dp=1"), Site(gpus_per_node=8), (2, 8))])
+def test_no_two_processes_share_a_gpu(settings: tuple[str, ...], site: Site, nodes: tuple[int, int]) -> None:
+    job = build_job(["--profile", "20B_TP4_PP2", *settings], site, name="m24", num_spare_nodes=1)
+    assert (job.num_nodes, job.tasks_per_node) == nodes
+
+
 def test_growing_is_declined_in_one_line_and_the_text_is_the_same() -> None:
     made = slurm("render", "--grow", *M24[1:])
     assert made.returncode == 0 and made.stdout == (ROOT / "slurm" / "m24.sbatch").read_text()
@@ -150,6 +185,7 @@ def test_the_example_is_a_site(tmp_path: Path) -> None:
     ("partitoin = 'x'", "partitoin: there is no such key; did you mean partition?"),
     ("gpus_per_node = '8'", "gpus_per_node: must be a number"),
     ("gpus_per_node = true", "gpus_per_node: must be a number"),
+    ("gpus_per_node = 4\ntasks_per_node = 8", "tasks_per_node: 8 processes would share the GPUs of a node"),
     ("gpus_per_node = -8", "gpus_per_node: must not be negative"),
     ("partition = 8", "partition: must be a string"),
     ("partition = 'a b'", "partition: 'a b' has characters"),
@@ -163,6 +199,8 @@ def test_the_example_is_a_site(tmp_path: Path) -> None:
     ("[environment]\nA-B = 'x'", "'A-B' can't be the name of a variable"),
     ("[environment]\nA = 1", "environment: must be a table of strings"),
     ("runs = ''", "runs: must name a folder"),
+    ("runs = '$SCRATCH/runs'", "runs: '$SCRATCH/runs' would be a folder of this very name"),
+    ("checkpoints = '~/ck'", "checkpoints: '~/ck' would be a folder of this very name"),
 ])
 def test_a_wrong_site_is_one_line(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "site.toml"

@@ -24,7 +24,7 @@ FAILED = {"status": "failed", "error": "process of slot 3 is gone"}
 ])
 def test_verdicts(result: dict | None, checkpoint: str, code: int, words: str, tmp_path: Path) -> None:
     run, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
-    run.mkdir()
+    (run / "log").mkdir(parents=True)
     if result is not None:
         (run / "result.json").write_text(json.dumps(result))
     if checkpoint:
@@ -32,3 +32,14 @@ def test_verdicts(result: dict | None, checkpoint: str, code: int, words: str, t
     found, why = judge(run, checkpoints)
     assert found == code and words in why and "\n" not in why
     assert judge(run, None)[0] == (code if result is not None else 1)
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_run_that_was_refused_is_not_requeued(has_folder: bool, tmp_path: Path) -> None:
+    """It would be refused again. Its folder may be there, but bring_up takes the one for logs away."""
+    run, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
+    (checkpoints / "iteration00000020").mkdir(parents=True)
+    if has_folder:
+        run.mkdir()
+    code, why = judge(run, checkpoints)
+    assert code == 1 and "never began" in why and "\n" not in why

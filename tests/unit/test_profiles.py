@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from migration.config import validate
+from migration.config import apply_settings, validate
 from migration.errors import UserError
 from migration.profiles import PROFILES, describe_profiles, get_profile, ranks_per_host
 from migration.sizes import slot_state_bytes
@@ -59,6 +59,13 @@ def test_one_rank_has_more_than_20_gb_to_move() -> None:
                                          ("7B_TP2_PP2", 8)])
 def test_ranks_of_a_host(name: str, hosts: int) -> None:
     assert ranks_per_host(get_profile(name)) == hosts
+
+
+@pytest.mark.parametrize("name, dp, hosts", [("20B_TP4_PP2", 1, 8), ("7B_TP2_PP2", 1, 4), ("7B_TP2_PP2", 2, 8),
+                                             ("one_rank_20GB", 4, 4), ("tiny_TP2_PP1", 1, 2), ("tiny_TP2_PP1", 8, 2),
+                                             ("tiny_TP4_PP2", 1, 8)])
+def test_a_job_of_another_size_has_the_same_hosts(name: str, dp: int, hosts: int) -> None:
+    assert ranks_per_host(apply_settings(get_profile(name), [f"dp={dp}"])) == hosts
 
 
 def test_unknown_profile_names_the_nearest_and_all() -> None:
