@@ -5,17 +5,22 @@ same, without a gain: a machine without GPUs carries out the same protocol as on
 """
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from migration.communicators.base import OPERATION_TIMEOUT_S, Communicator
-from migration.errors import MoveFailed
-from third_party.pytorch.process_group import build_gloo
+from migration.errors import DeadlineExpired, MoveFailed
+from third_party.pytorch.process_group import connect_gloo, meet_gloo
 
 _NEVER_SENT_TAG = (1 << 31) - 1
 _AT_ONCE = timedelta(milliseconds=1)
@@ -30,22 +35,48 @@ class GlooCommunicator(Communicator):
         self._is_closed = False
         self._is_aborted = False
         self._lock = threading.Lock()  # guards `inner` against an abort that comes while it is being built
+        self._connecting: Future[tuple[Any, float]] | None = None
 
     def prepare(self, store: dist.Store, timeout_s: float, operation_timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         prefixed = dist.PrefixStore(f"{self.name}/", store)
-        started_s = time.thread_time()  # on a CPU it is the cores that training misses
+        started_s, ends_s = time.thread_time(), time.monotonic() + timeout_s
         with self.measured("prepare"):
             self._expect_wanted()
-            built = build_gloo(prefixed, self.name, self.group_rank, len(self.slots), connect_timeout_s=timeout_s,
-                               operation_timeout_s=operation_timeout_s)
+            meet_gloo(prefixed, self.name, self.group_rank, len(self.slots), timeout_s)
+            left_s = max(0.0, ends_s - time.monotonic())
+            connected, connect_work_s = self._connect(prefixed, left_s, operation_timeout_s)
             with self._lock:
                 self._expect_wanted()
-                self.inner = built
-        self.work_s = time.thread_time() - started_s
+                self.inner = connected
+        self.work_s = time.thread_time() - started_s + connect_work_s  # on a CPU it is the cores that training misses
+
+    def _connect(self, store: dist.Store, timeout_s: float, operation_timeout_s: float) -> tuple[Any, float]:
+        """The connected group, and the seconds that its thread has worked.
+
+        A member that is killed meanwhile may leave Gloo in a wait that neither an abort nor the end of the store ends.
+        So it connects on a thread that may be left behind: it has nothing of this object but the future, and frees what
+        nobody waits for any more.
+        """
+        made: Future[tuple[Any, float]] = Future()
+        with self._lock:
+            self._expect_wanted()
+            self._connecting = made
+        connect = functools.partial(connect_gloo, store, self.name, self.group_rank, len(self.slots),
+                                    operation_timeout_s)
+        threading.Thread(target=_fulfil, args=(made, connect), name=f"connect {self.name}", daemon=True).start()
+        concurrent.futures.wait([made], timeout_s)
+        with contextlib.suppress(InvalidStateError):  # it is connected, has failed or was aborted
+            made.set_exception(DeadlineExpired(f"{self.name}: all members came, but weren't connected within another "
+                                               f"{timeout_s:.1f} s"))
+        self._connecting = None  # it would keep the group open
+        return made.result()
 
     def _expect_wanted(self) -> None:
         if self._is_aborted:
-            raise MoveFailed(f"{self.name} was aborted before it was prepared")
+            raise self._unwanted()
+
+    def _unwanted(self) -> MoveFailed:
+        return MoveFailed(f"{self.name} was aborted before it was prepared")
 
     def activate(self) -> None:
         assert self.inner is not None, f"{self.name} was not prepared"
@@ -71,7 +102,10 @@ class GlooCommunicator(Communicator):
 
     def abort(self) -> None:
         with self._lock:
-            self._is_aborted, inner = True, self.inner
+            self._is_aborted, inner, connecting = True, self.inner, self._connecting
+        if connecting is not None:
+            with contextlib.suppress(InvalidStateError):  # its thread was faster: `prepare` sees the abort
+                connecting.set_exception(self._unwanted())
         if inner is None or len(self.slots) == 1:
             return
         # ProcessGroupGloo.abort() does nothing (torch 2.13). But an operation that runs out of time closes all
@@ -86,3 +120,13 @@ class GlooCommunicator(Communicator):
     def close(self) -> None:
         self._is_closed = True
         self.inner = None  # the destructor closes the sockets and ends Gloo's threads, about 40 ms
+
+
+def _fulfil(made: Future[tuple[Any, float]], connect: Callable[[], Any]) -> None:
+    with contextlib.suppress(InvalidStateError):  # it was given up: what has come into being goes with this frame
+        try:
+            connected = connect()
+        except Exception as error:
+            made.set_exception(error)
+        else:
+            made.set_result((connected, time.thread_time()))

@@ -4,13 +4,18 @@ The other side is one that hangs: it has connected, or may still be connected to
 """
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.context import SpawnProcess
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -22,15 +27,17 @@ import torch.distributed as dist
 from migration import stores
 from migration.communicators.gloo import GlooCommunicator
 from migration.communicators.makers import GlooMaker
-from migration.errors import MoveFailed
+from migration.errors import DeadlineExpired, MoveFailed
 from migration.groups import Groups
 from migration.stores import StoreClient
 from migration.timeline import process_counts
 from migration.wire import Listener
-from third_party.pytorch.process_group import NoGroup
+from third_party.pytorch import process_group as wiring
+from third_party.pytorch.process_group import NoGroup, connect_gloo
 
 WAIT_S = 30.0
 LONG_S = 600.0  # what would be waited otherwise
+SHORT_S, AT_ONCE_S = 1.0, 2.0
 SERVE = "import time; from migration.stores import start_store; made = start_store('127.0.0.1')\n" \
         "print(made.port, flush=True); time.sleep(600)"
 
@@ -123,9 +130,108 @@ def test_other_connections_stay(server: Server) -> None:
 def test_a_group_that_is_aborted_while_it_is_built_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The abort finds nothing to end yet."""
     made = GlooCommunicator("g1/tp", (0, 1), 0)
-    monkeypatch.setattr("migration.communicators.gloo.build_gloo", lambda *_, **__: made.abort())
+    monkeypatch.setattr("migration.communicators.gloo.meet_gloo", lambda *_: made.abort())
     with pytest.raises(MoveFailed, match="g1/tp was aborted before it was prepared"):
         made.prepare(dist.HashStore(), WAIT_S)
+    assert not made.is_prepared
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_group_that_connects_once_nobody_waits_for_it_is_freed(monkeypatch: pytest.MonkeyPatch,
+                                                                 pool: ThreadPoolExecutor, is_aborted: bool) -> None:
+    made = GlooCommunicator("g1/tp", (0,), 0)
+    begun, may_connect, freed = threading.Event(), threading.Event(), threading.Event()
+
+    def connect(*args: Any) -> Any:
+        begun.set()
+        assert may_connect.wait(WAIT_S)
+        group = connect_gloo(*args)
+        weakref.finalize(group, freed.set)
+        return group
+
+    monkeypatch.setattr("migration.communicators.gloo.connect_gloo", connect)
+    waits = pool.submit(made.prepare, dist.HashStore(), LONG_S if is_aborted else SHORT_S)
+    assert begun.wait(WAIT_S)
+    if is_aborted:
+        made.abort()
+    assert isinstance(waits.exception(WAIT_S), MoveFailed)
+    may_connect.set()
+    assert freed.wait(WAIT_S)
+    assert not made.is_prepared
+
+
+class KillingStore(dist.Store):
+    """Kills its process once that has published an address of Gloo's, before it has read the other member's.
+
+    Of two members the one with the greater address connects; the other one listens, which nothing would end then.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+        if "/here/" not in key:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait(self, *args: Any) -> None:
+        self._store.wait(*args)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+
+def use_address(host: str) -> None:
+    """For this process's groups from now on."""
+    wiring._gloo_devices = functools.cache(lambda: [dist.ProcessGroupGloo.create_device(hostname=host)])
+
+
+def be_killed(rank: int, address: tuple[str, int]) -> None:
+    use_address("127.0.0.2")
+    store = StoreClient(address, WAIT_S).connect()
+    GlooCommunicator("g1/tp", (0, 1), rank).prepare(KillingStore(store), WAIT_S)
+
+
+Pair = tuple[GlooCommunicator, dist.Store, SpawnProcess]
+
+
+@pytest.fixture(params=[0, 1])
+def pair(request: pytest.FixtureRequest, server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """A communicator of two, where they meet, and the other member, which waits there."""
+    monkeypatch.setattr(wiring, "_gloo_devices", None)
+    use_address("127.0.0.1")
+    victim = multiprocessing.get_context("spawn").Process(target=be_killed, args=(request.param, server.address))
+    victim.start()
+    try:
+        store = StoreClient(server.address, WAIT_S).connect()
+        store.wait([f"g1/tp//here/{request.param}"], timedelta(seconds=WAIT_S))
+        yield GlooCommunicator("g1/tp", (0, 1), 1 - request.param), store, victim
+    finally:
+        victim.kill()
+        victim.join()
+
+
+def test_an_abort_ends_the_wait_for_who_was_killed_while_it_connected(pair: Pair, pool: ThreadPoolExecutor) -> None:
+    made, store, victim = pair
+    waits = pool.submit(made.prepare, store, LONG_S, WAIT_S)
+    victim.join(WAIT_S)
+    assert victim.exitcode == -signal.SIGKILL
+    with pytest.raises(TimeoutError):
+        waits.exception(SHORT_S)  # by itself it doesn't notice
+    made.abort()
+    error = waits.exception(AT_ONCE_S)
+    assert isinstance(error, MoveFailed) and "g1/tp was aborted before it was prepared" in str(error)
+    assert not made.is_prepared
+
+
+def test_who_waits_for_one_that_was_killed_while_it_connected_gives_up(pair: Pair, pool: ThreadPoolExecutor) -> None:
+    made, store, victim = pair
+    waits = pool.submit(made.prepare, store, SHORT_S, WAIT_S)
+    victim.join(WAIT_S)
+    assert victim.exitcode == -signal.SIGKILL
+    error = waits.exception(SHORT_S + AT_ONCE_S)
+    assert isinstance(error, DeadlineExpired) and "all members came, but weren't connected" in str(error)
     assert not made.is_prepared
 
 

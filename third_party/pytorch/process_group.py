@@ -143,21 +143,28 @@ def _gloo_options(operation_timeout_s: float) -> Any:
     return options
 
 
-def build_gloo(store: dist.Store, name: str, group_rank: int, group_size: int, *, connect_timeout_s: float,
-               operation_timeout_s: float) -> ProcessGroup:
-    """A connected stock Gloo process group. Collective over its members: returns when all have come.
+def meet_gloo(store: dist.Store, name: str, group_rank: int, group_size: int, timeout_s: float) -> None:
+    """Until all members of a Gloo group have come. Collective over them, before `connect_gloo`.
 
-    Raises RuntimeError when a member doesn't come within `connect_timeout_s`, or when the store's server goes away.
+    Raises RuntimeError when a member doesn't come within `timeout_s`, or when the store's server goes away.
     """
     # A Gloo context has one time-out for connecting and for every send and receive (setting the default one later
     # changes that of collectives only). So whoever doesn't come is noticed here, before Gloo connects.
     store.set(f"here/{group_rank}", "")
     try:
-        store.wait([f"here/{rank}" for rank in range(group_size)], timedelta(seconds=connect_timeout_s))
+        store.wait([f"here/{rank}" for rank in range(group_size)], timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         missing = [rank for rank in range(group_size) if not store.check([f"here/{rank}"])]
-        raise RuntimeError(f"{name}: group ranks {missing} of {group_size} didn't come within {connect_timeout_s:g} s"
+        raise RuntimeError(f"{name}: group ranks {missing} of {group_size} didn't come within {timeout_s:g} s"
                            ) from error
+
+
+def connect_gloo(store: dist.Store, name: str, group_rank: int, group_size: int, operation_timeout_s: float
+                 ) -> ProcessGroup:
+    """A connected stock Gloo process group. Collective over its members, who have met.
+
+    Nothing ends it before `operation_timeout_s` where a member is killed meanwhile that was to connect to this one.
+    """
     group = ProcessGroup(store, group_rank, group_size)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     backend = ProcessGroupGloo(store, group_rank, group_size, _gloo_options(operation_timeout_s))
@@ -165,3 +172,10 @@ def build_gloo(store: dist.Store, name: str, group_rank: int, group_size: int, *
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     group._set_group_name(name)
     return group
+
+
+def build_gloo(store: dist.Store, name: str, group_rank: int, group_size: int, *, connect_timeout_s: float,
+               operation_timeout_s: float) -> ProcessGroup:
+    """Both: they meet within `connect_timeout_s`, and connect."""
+    meet_gloo(store, name, group_rank, group_size, connect_timeout_s)
+    return connect_gloo(store, name, group_rank, group_size, operation_timeout_s)
