@@ -30,7 +30,8 @@ print("up", flush=True)
 time.sleep(60)
 """
 HARNESS = """
-import runpy, sys
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
 from pathlib import Path
 from migration import launch
 launch.CODE_ROOT, launch._CHILD_GRACE_S = Path(sys.argv[2]), float(sys.argv[3])
