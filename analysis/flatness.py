@@ -5,7 +5,8 @@ NumPy only.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,9 +61,9 @@ def look_after(run: Run, samples: Sequence[Sample], moves: Sequence[MoveFigures]
 def flatness_figures(before: Settled, after: Settled, *, on_gpu: bool,
                      processes_a_gpu: int) -> tuple[list[Figure], str]:
     """(figures, what grew; empty if nothing)."""
-    figures = [_growth("descriptors", before.by_process("num_fds"), after.by_process("num_fds"), _FDS_AT_MOST),
-               _mean_growth("descriptors, mean of all processes", before.by_process("num_fds"),
-                            after.by_process("num_fds"), _FDS_MEAN_AT_MOST),
+    fds = before.by_process("num_fds"), after.by_process("num_fds")
+    figures = [_growth("descriptors", *fds, _FDS_AT_MOST),
+               _growth("descriptors, mean of all processes", *fds, _FDS_MEAN_AT_MOST, of=statistics.fmean),
                _growth("threads", before.by_process("num_threads"), after.by_process("num_threads"), THREAD_SLACK),
                _growth("communicators of a slot", before.groups, after.groups, 0),
                _rss(before.by_process("rss_bytes"), after.by_process("rss_bytes"))]
@@ -79,17 +80,10 @@ def _mib(settled: Settled) -> dict[int, float]:
 
 
 def _growth(what: str, before: dict[int, float] | dict[int, int], after: dict[int, float] | dict[int, int],
-            at_most: float, unit: str = "") -> Figure:
-    """The most of any that is in both; None, which is not flat, where there is none."""
-    grown = max((after[key] - before[key] for key in before if key in after), default=None)
-    return Figure(name=f"{what}, grown {_WHEN}", value=grown, unit=unit, at_most=at_most)
-
-
-def _mean_growth(what: str, before: dict[int, int], after: dict[int, int], at_most: float) -> Figure:
-    """Of those that are in both; None, which is not flat, where there is none."""
-    both = before.keys() & after.keys()
-    grown = sum(after[key] - before[key] for key in both) / len(both) if both else None
-    return Figure(name=f"{what}, grown {_WHEN}", value=grown, at_most=at_most)
+            at_most: float, unit: str = "", of: Callable[[list[float]], float] = max) -> Figure:
+    """The most of any that is in both, or what `of` makes of them; None, which is not flat, where there is none."""
+    grown = [after[key] - before[key] for key in before if key in after]
+    return Figure(name=f"{what}, grown {_WHEN}", value=of(grown) if grown else None, unit=unit, at_most=at_most)
 
 
 def _rss(before: dict[int, int], after: dict[int, int]) -> Figure:

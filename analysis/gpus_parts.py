@@ -24,7 +24,7 @@ from nccl_bindings.library import first_version
 
 FEWEST_MOVES = 3  # of b0, b1 and b2
 _OF_MOVES = ("setup, request to ready", "downtime", "groups rebuilt", "groups kept", "state, ahead",
-             "state, in the pause",             "first iteration after the switch, over undisturbed")
+             "state, in the pause", "first iteration after the switch, over undisturbed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

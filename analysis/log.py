@@ -64,9 +64,14 @@ class Run:
     result: dict[str, Any] | None  # None: the run goes on, or was killed
 
     @property
+    def all_iterations(self) -> np.ndarray:
+        """Those that count, then those behind which a recovery went back."""
+        return np.concatenate((self.iterations, self.redone))
+
+    @property
     def slots(self) -> list[int]:
         """Slots that logged an iteration."""
-        return sorted({*self.iterations["slot"].tolist(), *self.redone["slot"].tolist()})
+        return sorted(set(self.all_iterations["slot"].tolist()))
 
     def series(self, slot: int) -> np.ndarray:
         """The iterations of one slot in order, whichever processes held it."""

@@ -61,7 +61,7 @@ def compute_run(run: Run) -> RunFigures:
     last = rows[rows["iteration"] == whole[-1]] if len(whole) else rows[:0]
     losses = last["loss"][~np.isnan(last["loss"])]
     started_s = min(process.started_s for process in run.processes.values())
-    all_rows = np.concatenate((rows, run.redone))
+    all_rows = run.all_iterations
     begun_s = max((float(all_rows["start_s"][all_rows["slot"] == slot].min()) for slot in run.slots), default=None)
     result = run.result or {}
     return RunFigures(
@@ -128,7 +128,7 @@ def _find_paused(rows: np.ndarray, spans: np.ndarray, moves: np.ndarray) -> np.n
 
 def first_iteration_s(run: Run, iteration: int, generation: int) -> float | None:
     """The longest of the slots in the first iteration of a generation, whether or not it was done again later."""
-    rows = np.concatenate((run.iterations, run.redone))
+    rows = run.all_iterations
     times_s = rows["time_s"][(rows["iteration"] == iteration) & (rows["generation"] == generation)]
     return float(times_s.max()) if len(times_s) else None
 

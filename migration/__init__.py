@@ -18,9 +18,9 @@ starting.py (all slots begin a generation together), member.py (what a process d
 switchover.py (what it does in these phases), acceptance.py (is a joiner fit for its slot), pacing.py (how long threads
 beside training rest), handles.py and groups.py (process groups that outlive their communicator), next_generation.py
 (their next ones), usage.py (which of them training uses), communicators/ (what is inside), heap.py (gives the system
-back what they had), stores.py (where members of one meet), costs.py (what those take), state_kinds.py (every kind of
-state that moves), state.py (all of a slot's), digest.py, digest_sums.py and digest_triton.py (whether it came over
-whole), faults.py.
+back what they had), stores.py (where members of one meet), attempt.py (a call that may hang), costs.py (what those
+take), state_kinds.py (every kind of state that moves), state.py (all of a slot's), digest.py, digest_sums.py and
+digest_triton.py (whether it came over whole), faults.py.
 
 Why a move: own_time.py (what a process works without waiting), straggler.py (who is slow); experiments.py (the jobs of
 each experiment).

@@ -85,20 +85,19 @@ def _path(run: str, world_rank: int) -> Path:
 
 def read_footprints(run: str) -> list[Footprint]:
     """In the order of their world ranks, without those that can't be read; empty if no process has come so far."""
-    return [found for found in _read_all(run) if isinstance(found, Footprint)]
+    return read_all(run)[0]
 
 
-def describe_unreadable(run: str) -> list[str]:
-    """In words, for each file that names a process and can't be read: a machine that crashes may leave an empty one."""
-    return [found for found in _read_all(run) if isinstance(found, str)]
-
-
-def _read_all(run: str) -> Iterator[Footprint | str]:
+def read_all(run: str) -> tuple[list[Footprint], list[str]]:
+    """(those that can be read, in the order of their world ranks; in words, the files that can't be): a machine that
+    crashes may leave an empty one."""
+    found, unreadable = [], []
     for path in sorted((Path(run) / FOLDER).glob("w*.json")):
         try:
-            yield Footprint(**json.loads(path.read_text()))
+            found.append(Footprint(**json.loads(path.read_text())))
         except (OSError, ValueError, TypeError) as error:
-            yield f"{path} can't be read ({getattr(error, 'strerror', None) or error})"
+            unreadable.append(f"{path} can't be read ({getattr(error, 'strerror', None) or error})")
+    return found, unreadable
 
 
 def find_processes(run: str) -> dict[int, Found]:

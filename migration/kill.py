@@ -27,7 +27,7 @@ from pathlib import Path
 
 from migration.arguments import Parser
 from migration.errors import UserError
-from migration.footprint import Footprint, Found, describe_unreadable, find_processes, is_alive, read_footprints
+from migration.footprint import Footprint, Found, find_processes, is_alive, read_all
 from migration.requests import send_request
 
 _TERM_GRACE_S = 3.0  # from SIGTERM to SIGKILL
@@ -74,7 +74,7 @@ def kill(argv: list[str]) -> int:
     if not 0 <= args.grace < float("inf"):
         raise UserError(f"--grace {args.grace:g}: must be at least 0 s, and finite")
     run = os.path.abspath(args.run)
-    footprints, unreadable = read_footprints(run), describe_unreadable(run)
+    footprints, unreadable = read_all(run)
     before = find_processes(run)
     if not (footprints or unreadable or before or (Path(run) / "config.json").exists()):  # a folder is made late
         what = "no run was started there" if Path(run).is_dir() else "there is no such folder"

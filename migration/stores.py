@@ -6,12 +6,11 @@ import ipaddress
 import os
 import socket
 import stat
-import threading
-from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from migration.attempt import Attempt
 from migration.errors import DeadlineExpired, MoveFailed
 
 _CONNECT_S = 20.0
@@ -52,40 +51,29 @@ class StoreClient:
     def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
         """`timeout_s`: of each wait."""
         self._address, self._timeout_s = address, timeout_s
-        self._made: Future[dist.TCPStore] = Future()
+        self._attempt = Attempt()
         self._servers: frozenset[tuple[str, int]] = frozenset()
 
     def connect(self) -> dist.TCPStore:
         """Raises RuntimeError if nobody serves it any more: who asks was told of a server that listened, so it is
         looked for only for a while. MoveFailed if it was ended.
         """
-        threading.Thread(target=self._connect, name="connect store", daemon=True).start()
-        try:
-            return self._made.result(_CONNECT_S)
-        except TimeoutError as error:
-            host, port = self._address
-            raise RuntimeError(f"the store at {host}:{port} didn't answer within {_CONNECT_S:.0f} s") from error
-
-    def _connect(self) -> None:
         host, port = self._address
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            self._servers = frozenset((_plain(str(end[0])), port) for *_, end in found)
-            store = dist.TCPStore(host, port, is_master=False,
-                                  timeout=timedelta(seconds=min(self._timeout_s, _CONNECT_S)))
-            store.set_timeout(timedelta(seconds=self._timeout_s))
-        except Exception as error:
-            with contextlib.suppress(InvalidStateError):  # it was ended: nobody asks any more
-                self._made.set_exception(error)
-        else:
-            with contextlib.suppress(InvalidStateError):
-                self._made.set_result(store)
+        return self._attempt.make("connect store", self._connect, _CONNECT_S, RuntimeError(
+            f"the store at {host}:{port} didn't answer within {_CONNECT_S:.0f} s"))
+
+    def _connect(self) -> dist.TCPStore:
+        host, port = self._address
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self._servers = frozenset((_plain(str(end[0])), port) for *_, end in found)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=min(self._timeout_s, _CONNECT_S)))
+        store.set_timeout(timedelta(seconds=self._timeout_s))
+        return store
 
     def end(self) -> None:
         """End every wait on it, at once, as if its server were gone. From any thread; may be called twice."""
         host, port = self._address
-        with contextlib.suppress(InvalidStateError):  # it is connected
-            self._made.set_exception(MoveFailed(f"the connection to the store at {host}:{port} was given up"))
+        self._attempt.give_up(MoveFailed(f"the connection to the store at {host}:{port} was given up"))
         for name in os.listdir("/proc/self/fd"):
             try:
                 if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):

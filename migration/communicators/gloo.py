@@ -5,19 +5,17 @@ same, without a gain: a machine without GPUs carries out the same protocol as on
 """
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from migration.attempt import Attempt
 from migration.communicators.base import OPERATION_TIMEOUT_S, Communicator
 from migration.errors import DeadlineExpired, MoveFailed
 from third_party.pytorch.process_group import connect_gloo, meet_gloo
@@ -35,7 +33,7 @@ class GlooCommunicator(Communicator):
         self._is_closed = False
         self._is_aborted = False
         self._lock = threading.Lock()  # guards `inner` against an abort that comes while it is being built
-        self._connecting: Future[tuple[Any, float]] | None = None
+        self._connecting: Attempt | None = None
 
     def prepare(self, store: dist.Store, timeout_s: float, operation_timeout_s: float = OPERATION_TIMEOUT_S) -> None:
         prefixed = dist.PrefixStore(f"{self.name}/", store)
@@ -54,22 +52,18 @@ class GlooCommunicator(Communicator):
         """The connected group, and the seconds that its thread has worked.
 
         A member that is killed meanwhile may leave Gloo in a wait that neither an abort nor the end of the store ends.
-        So it connects on a thread that may be left behind: it has nothing of this object but the future, and frees what
-        nobody waits for any more.
+        So it connects on a thread that may be left behind, and that has nothing of this object.
         """
-        made: Future[tuple[Any, float]] = Future()
+        attempt = Attempt()
         with self._lock:
             self._expect_wanted()
-            self._connecting = made
-        connect = functools.partial(connect_gloo, store, self.name, self.group_rank, len(self.slots),
-                                    operation_timeout_s)
-        threading.Thread(target=_fulfil, args=(made, connect), name=f"connect {self.name}", daemon=True).start()
-        concurrent.futures.wait([made], timeout_s)
-        with contextlib.suppress(InvalidStateError):  # it is connected, has failed or was aborted
-            made.set_exception(DeadlineExpired(f"{self.name}: all members came, but weren't connected within another "
-                                               f"{timeout_s:.1f} s"))
-        self._connecting = None  # it would keep the group open
-        return made.result()
+            self._connecting = attempt
+        connect = functools.partial(_connect, store, self.name, self.group_rank, len(self.slots), operation_timeout_s)
+        try:
+            return attempt.make(f"connect {self.name}", connect, timeout_s, DeadlineExpired(
+                f"{self.name}: all members came, but weren't connected within another {timeout_s:.1f} s"))
+        finally:
+            self._connecting = None  # it would keep the group open
 
     def _expect_wanted(self) -> None:
         if self._is_aborted:
@@ -104,8 +98,7 @@ class GlooCommunicator(Communicator):
         with self._lock:
             self._is_aborted, inner, connecting = True, self.inner, self._connecting
         if connecting is not None:
-            with contextlib.suppress(InvalidStateError):  # its thread was faster: `prepare` sees the abort
-                connecting.set_exception(self._unwanted())
+            connecting.give_up(self._unwanted())  # if its thread was faster, `prepare` sees the abort
         if inner is None or len(self.slots) == 1:
             return
         # ProcessGroupGloo.abort() does nothing (torch 2.13). But an operation that runs out of time closes all
@@ -122,11 +115,5 @@ class GlooCommunicator(Communicator):
         self.inner = None  # the destructor closes the sockets and ends Gloo's threads, about 40 ms
 
 
-def _fulfil(made: Future[tuple[Any, float]], connect: Callable[[], Any]) -> None:
-    with contextlib.suppress(InvalidStateError):  # it was given up: what has come into being goes with this frame
-        try:
-            connected = connect()
-        except Exception as error:
-            made.set_exception(error)
-        else:
-            made.set_result((connected, time.thread_time()))
+def _connect(*arguments: Any) -> tuple[Any, float]:
+    return connect_gloo(*arguments), time.thread_time()

@@ -145,6 +145,17 @@ class Two:
         self.settle()
         assert self.first.tally.phase is Phase.SWITCHING
 
+    def to_committed(self) -> None:
+        """The deputy has the commit."""
+        self.to_switching()
+        self.first.report(Report.VERIFIED)
+        self.settle()
+
+    def to_retired(self) -> None:
+        self.to_committed()
+        self.first.report(Report.ACKNOWLEDGED)
+        self.settle()
+
     def lose(self, *, standings: Iterable[int] | None = None, committed: Iterable[int] = (), generation: int = 0,
              part: int = -1) -> Side:
         """The first one dies; the others say where they stand, `committed`: those that have heard the commit."""
@@ -303,9 +314,7 @@ def test_what_members_say_meanwhile_waits(two: Two) -> None:
 
 
 def test_a_commit_that_only_the_deputy_has_is_said_to_all(two: Two) -> None:
-    two.to_switching()
-    two.first.report(Report.VERIFIED)
-    two.settle()
+    two.to_committed()
     second = two.lose()
     # the lost one was a joiner, and holds a slot since: it is replaced, from the roster before the move
     second.tick(1.0)
@@ -319,9 +328,7 @@ def beside(tmp_path: Path) -> Two:
 
 
 def test_a_commit_that_the_deputy_has_is_carried_out(beside: Two) -> None:
-    beside.to_switching()
-    beside.first.report(Report.VERIFIED)
-    beside.settle()
+    beside.to_committed()
     second = beside.lose(committed=(0, 1), generation=0)
     assert second.take("COMMIT", "ABORT") == to(MEMBERS, "COMMIT")
     second.report(Report.ACKNOWLEDGED)
@@ -345,11 +352,7 @@ def test_without_a_verdict_it_aborts(beside: Two) -> None:
 
 
 def test_a_commit_that_all_have_acknowledged_is_retired_again(beside: Two) -> None:
-    beside.to_switching()
-    beside.first.report(Report.VERIFIED)
-    beside.settle()
-    beside.first.report(Report.ACKNOWLEDGED)
-    beside.settle()
+    beside.to_retired()
     second = beside.lose(generation=1)
     assert second.take("RETIRE") == to((rank for rank in ALL if rank != 6), "RETIRE")
     assert [move["outcome"] for move in second.controller._record.moves] == ["COMMITTED"]
@@ -368,9 +371,7 @@ def test_old_communicators_that_may_be_closed_need_a_recovery(beside: Two) -> No
 
 def test_a_leaver_that_was_the_controller_is_a_spare_after_the_commit(tmp_path: Path) -> None:
     two = Two(tmp_path, rank=LEAVERS[0])
-    two.to_switching()
-    two.first.report(Report.VERIFIED)
-    two.settle()
+    two.to_committed()
     second = two.lose(committed=STAYERS)
     left = [rank for rank in MEMBERS if rank != LEAVERS[0]]
     assert second.take("COMMIT", "RECOVER") == to(left, "COMMIT")
@@ -480,11 +481,7 @@ def test_who_falls_silent_in_a_recovery_is_noticed_though_the_role_will_leave_th
 
 def test_a_successor_says_once_more_what_may_come_too_late(beside: Two) -> None:
     """MPI keeps the order of one sender's records only."""
-    beside.to_switching()
-    beside.first.report(Report.VERIFIED)
-    beside.settle()
-    beside.first.report(Report.ACKNOWLEDGED)
-    beside.settle()
+    beside.to_retired()
     second = Side(beside.run, 7, 1, beside.first.tally.roster)
     second.controller.inherit(json.loads(json.dumps(beside.first.controller._state(0))))
     told = second.take("CONTROLLER", "RETIRE")
