@@ -59,8 +59,8 @@ def run_ranks(function: str, *, world: int, hosts: str, device: str = "cuda", ti
               path: Path = CODE_ROOT) -> list[dict[str, Any]]:
     """What `function` ("module:name", found from `path`) returned on each rank, as JSON gives it back.
 
-    `hosts`: "one" for all ranks, or "each" its own. `device`: cuda or cpu. Raises AssertionError with the output of the
-    rank that failed first, or hung.
+    `hosts`: "one" for all ranks, or "each" its own. `device`: cuda or cpu. Raises AssertionError with the output of
+    every rank that failed, or hung.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     call = {"function": function, "path": str(path), "device": device, "world": world,
@@ -100,9 +100,10 @@ def _wait(function: str, processes: list[subprocess.Popen[bytes]], folder: Path,
             if process.poll() is None:
                 process.send_signal(signal.SIGABRT)  # it writes where it hangs
         time.sleep(_LAST_WORDS_S if None in codes else 0.0)
-        text = (folder / f"{failed[0]}.log").read_text(errors="replace")
-        raise AssertionError(f"{function}: rank {failed[0]} failed or hung (exit codes {codes}):\n"
-                             f"{text[-_LAST_WORDS:]}")
+        # who waited for one that hangs fails too: the other's words say where
+        texts = [f"rank {rank}:\n{(folder / f'{rank}.log').read_text(errors='replace')[-_LAST_WORDS:]}"
+                 for rank, code in enumerate(codes) if code != 0]
+        raise AssertionError(f"{function}: rank {failed[0]} failed or hung (exit codes {codes}):\n" + "\n".join(texts))
 
 
 def _meet(rank: int, port_file: Path) -> Any:

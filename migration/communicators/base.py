@@ -155,18 +155,17 @@ class Communicator(ABC):
 
     # ---- transfers and probes
 
-    def send_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+    def send_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float | None = None) -> None:
         """Send `tensors`, in order, to group rank `peer`; they may be touched again when it returns.
 
-        Collective over the two. Raises RuntimeError if the peer is gone, `timeout_s` passes or another thread aborts.
+        Collective over the two. Raises RuntimeError if the peer is gone, `timeout_s` passes (None: as `prepare` was
+        told) or another thread aborts.
         """
-        for work in [self.inner.send([tensor], peer, 0) for tensor in tensors]:
-            work.wait(timedelta(seconds=timeout_s))
+        _wait_for([self.inner.send([tensor], peer, 0) for tensor in tensors], timeout_s)
 
-    def recv_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+    def recv_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float | None = None) -> None:
         """The other side of `send_all`, into tensors of the same sizes; they hold the data when it returns."""
-        for work in [self.inner.recv([tensor], peer, 0) for tensor in tensors]:
-            work.wait(timedelta(seconds=timeout_s))
+        _wait_for([self.inner.recv([tensor], peer, 0) for tensor in tensors], timeout_s)
 
     def probe(self, device: torch.device) -> str:
         """Digest of an adversarial all-reduce, which tells whether sums keep their bits on this communicator.
@@ -181,3 +180,9 @@ class Communicator(ABC):
         work.wait()
         self.probe_digest = hashlib.sha256(terms.cpu().numpy().tobytes()).hexdigest()[:16]
         return self.probe_digest
+
+
+def _wait_for(works: Iterable[dist.Work], timeout_s: float | None) -> None:
+    limit = () if timeout_s is None else (timedelta(seconds=timeout_s),)
+    for work in works:
+        work.wait(*limit)

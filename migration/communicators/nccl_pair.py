@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from migration.communicators.base import OPERATION_TIMEOUT_S
 from migration.communicators.nccl import NcclCommunicator
 from migration.communicators.nccl_device import wait_for_stream
 from nccl_bindings.communicator import Communicator as Bare
@@ -32,12 +31,12 @@ class NcclPair(NcclCommunicator):
         return unique_id
 
     def _build_inner(self) -> Any:
-        return PairGroup(self._bare, self.device, self.abort)
+        return PairGroup(self._bare, self.device, self.abort, self._operation_timeout_s)
 
-    def send_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+    def send_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float | None = None) -> None:
         self.inner.send(tensors, peer, timeout_s=timeout_s).wait()
 
-    def recv_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
+    def recv_all(self, tensors: Iterable[torch.Tensor], peer: int, timeout_s: float | None = None) -> None:
         self.inner.recv(tensors, peer, timeout_s=timeout_s).wait()
 
 
@@ -56,19 +55,20 @@ class PairWork:
 class PairGroup:
     """send and recv as a transfer calls them, straight on the communicator: no copies, no third thread, a deadline."""
 
-    def __init__(self, bare: Bare, device: torch.device, abort: Callable[[], None]) -> None:
+    def __init__(self, bare: Bare, device: torch.device, abort: Callable[[], None], operation_timeout_s: float) -> None:
         self._bare, self._device, self._abort = bare, device, abort
+        self._operation_timeout_s = operation_timeout_s  # where a call names none
 
     def send(self, tensors: Iterable[torch.Tensor], peer: int, _tag: int = 0,
-             timeout_s: float = OPERATION_TIMEOUT_S) -> PairWork:
+             timeout_s: float | None = None) -> PairWork:
         return self._issue(self._bare.send, tensors, peer, "send", timeout_s)
 
     def recv(self, tensors: Iterable[torch.Tensor], peer: int, _tag: int = 0,
-             timeout_s: float = OPERATION_TIMEOUT_S) -> PairWork:
+             timeout_s: float | None = None) -> PairWork:
         return self._issue(self._bare.recv, tensors, peer, "recv", timeout_s)
 
     def _issue(self, call: Callable[..., None], tensors: Iterable[torch.Tensor], peer: int, what: str,
-               timeout_s: float) -> PairWork:
+               timeout_s: float | None) -> PairWork:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         rest, num_bytes = iter(tensors), 0
         with self._bare.issuing:
@@ -78,7 +78,7 @@ class PairGroup:
                     for tensor in launched:
                         call(tensor.data_ptr(), tensor.nbytes, DataType.UINT8, peer, stream)
                         num_bytes += tensor.nbytes
-        ends_s = time.monotonic() + timeout_s
+        ends_s = time.monotonic() + (self._operation_timeout_s if timeout_s is None else timeout_s)
         return PairWork(lambda: wait_for_stream(self._bare, self._device, ends_s, f"{what} of {num_bytes} bytes",
                                                 self._abort))
 

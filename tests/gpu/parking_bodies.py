@@ -46,10 +46,10 @@ def park_and_resume(own: Rank) -> dict[str, Any]:
 def parked_memory(own: Rank, num_communicators: int = 8) -> dict[str, Any]:
     """What one more parked communicator takes, MiB on this GPU for all its ranks, by what is done to it, one by one.
 
-    First step by step: init, suspend, adoption by torch. Then as the product does it: prepared, and some of them
-    activated and parked again. What is left when they are closed, and when suspended ones are aborted.
+    First step by step: init, suspend. Then as the product does it: prepared, and some of them activated, which torch
+    adopts, and parked again. What is left when they are closed, and when suspended ones are aborted.
     """
-    steps: dict[str, list[float]] = {"init": [], "suspend": [], "adopt": []}
+    steps: dict[str, list[float]] = {"init": [], "suspend": []}
     begin_mib = used_mib(own, "begin")
     stepped = []
     for i in range(num_communicators):
@@ -90,8 +90,7 @@ def _park_step_by_step(own: Rank, communicator: NcclCommunicator, steps: dict[st
     bare = communicator._bare
     bare.init(communicator._meet(own.store, time.monotonic() + TIMEOUT_S))
     communicator._become(Stage.PREPARED)
-    for name, step in (("init", lambda: None), ("suspend", communicator._suspend),
-                       ("adopt", lambda: communicator._adopt(Stage.PARKED))):
+    for name, step in (("init", lambda: None), ("suspend", communicator._suspend)):
         step()
         after_mib = used_mib(own, f"{communicator.name} {name}")
         steps[name].append(after_mib - before_mib)

@@ -28,14 +28,14 @@ def is_leaver() -> bool:
 
 
 @contextmanager
-def connected_pair() -> Iterator[Ends]:
+def connected_pair(operation_timeout_s: float = 2 * WAIT_S) -> Iterator[Ends]:
     """This rank's ends. Collective over the world."""
     server, store = new_store()
     number, side = divmod(world().rank, 2)
     name, groups = f"pair{number}", shared_groups()
     listener = None if is_leaver() else wire.Listener(store, name, "127.0.0.1")
     pair = groups.make_pair(name, side)
-    groups.prepare_pair(pair, store, WAIT_S, 2 * WAIT_S)
+    groups.prepare_pair(pair, store, WAIT_S, operation_timeout_s)
     own = listener.accept(WAIT_S) if listener else wire.connect(store, name, WAIT_S)
     yield Ends(pair=pair, wire=own)
     own.close()

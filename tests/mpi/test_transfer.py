@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
+import torch
 from four_ranks import WAIT_S, Background, Issued, device, end_for_peer, world
 from pairs import Ends, connected_pair, exchange, is_leaver, open_own_job, run
 from tiny_jobs import tiny_config
@@ -114,6 +116,16 @@ def test_a_joiner_that_is_too_slow() -> None:
             tensors = transfer.all_tensors(state.capture(job))
             with pytest.raises(RuntimeError):
                 transfer.send_tensors(ends.pair, tensors, timeout_s=0.2)
+        world().barrier()
+
+
+def test_a_wait_without_a_limit_of_its_own_has_the_pairs() -> None:
+    with connected_pair(operation_timeout_s=1.0) as ends:
+        if not is_leaver():
+            started_s = time.monotonic()
+            with pytest.raises(RuntimeError):
+                ends.pair.recv_all([torch.zeros(1, device=device())], 0)
+            assert 0.9 < time.monotonic() - started_s < WAIT_S / 3
         world().barrier()
 
 

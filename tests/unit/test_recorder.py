@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = '''
 import pytest
@@ -67,8 +69,24 @@ def test_the_table(monkeypatch: Any) -> None:
             {"test": "tests/mpi/test_a.py::test_many[1]", "seconds": 2.0, **passed},
             {"test": "tests/mpi/test_a.py::test_many[2]", "outcome": "failed", "seconds": 3.0, "why": "lost",
              "figures": {"mib": 4.0, "rows": [1]}}]
-    text = build_markdown({"mpi": {"exit_code": 1, "rows": rows, "machine": "a machine"}})
-    assert text.splitlines()[-6:] == [
-        "2 passed, 1 failed; **ended with exit code 1**.", "", "| test | outcome | seconds | figures |",
+    text = build_markdown({"tests/mpi/test_a.py": {"exit_code": 1, "rows": rows, "machine": "a machine"},
+                           "tests/mpi/test_b.py": {"exit_code": 0, "rows": rows[:1], "machine": "another"}})
+    one, another = text.split("another")
+    assert another.splitlines()[:3] == ["", "", "1 passed; exit code 0."]
+    assert one.strip().splitlines()[-6:] == [
+        "2 passed, 1 failed; **tests/mpi/test_a.py ended with exit code 1**.", "",
+        "| test | outcome | seconds | figures |",
         "| --- | --- | --- | --- |", "| mpi/test_a.py::test_many (2 times) | passed | 3.0 |  |",
         "| mpi/test_a.py::test_many[2] | **failed**: lost | 3.0 | mib 4 |"]
+
+
+def test_parts_and_files_are_asked_for_by_name(monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
+    from run_all import find_files
+    files = find_files("mpi,gpu")
+    assert files[0].startswith("tests/mpi/test_") and files[-1] == "tests/gpu/test_nccl_communicator.py"
+    assert find_files("test_transfer.py,test_moves,test_transfer") == [
+        "tests/mpi/test_transfer.py", "tests/gpu/test_moves.py"]
+    for wrong in ("nccl", ""):
+        with pytest.raises(ValueError, match="--only"):
+            find_files(wrong)
