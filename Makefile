@@ -21,7 +21,7 @@ help:
 	@echo 'make demo       the main job on this machine: a host moves while it trains (under 4 minutes on 2 cores)'
 	@echo 'make test       all tests'
 	@echo 'make test-fast  unit tests and a quick selection of the others (under 3 minutes)'
-	@echo 'make test-gpu   tests on GPUs; results in analysis/results (OUT=folder)'
+	@echo 'make test-gpu   tests on GPUs; results in analysis/results (OUT=folder, ONLY=test_moves,mpi)'
 	@echo 'make bench      figures of moves on this machine'
 	@echo 'make bench-gpu  figures of moves on GPUs; results in analysis/results (OUT=folder, PARTS=a,b)'
 	@echo 'make bench-gpus the same with a GPU for every process (8 or 4), in nine minutes (PLAN=1: what and how long)'

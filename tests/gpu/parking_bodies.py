@@ -87,14 +87,12 @@ def parked_memory(own: Rank, num_communicators: int = 8) -> dict[str, Any]:
 
 def _park_step_by_step(own: Rank, communicator: NcclCommunicator, steps: dict[str, list[float]]) -> None:
     before_mib = used_mib(own, f"{communicator.name} before")
-    bare = communicator._bare
-    bare.init(communicator._meet(own.store, time.monotonic() + TIMEOUT_S))
+    communicator._bare.init(communicator._meet(own.store, time.monotonic() + TIMEOUT_S))
     communicator._become(Stage.PREPARED)
-    for name, step in (("init", lambda: None), ("suspend", communicator._suspend)):
-        step()
-        after_mib = used_mib(own, f"{communicator.name} {name}")
-        steps[name].append(after_mib - before_mib)
-        before_mib = after_mib
+    init_mib = used_mib(own, f"{communicator.name} init")
+    communicator._suspend()
+    steps["init"].append(init_mib - before_mib)
+    steps["suspend"].append(used_mib(own, f"{communicator.name} suspend") - init_mib)
 
 
 def _close_all(own: Rank, communicators: list[NcclCommunicator]) -> None:

@@ -123,8 +123,9 @@ def build_markdown(outcomes: dict[str, Outcome]) -> str:
                       if (n := sum(row["outcome"] == what for row in rows))]
             endings = [f"**{file} ended with exit code {outcome['exit_code']}**" for file, outcome in same.items()
                        if outcome["exit_code"]]
+            cells = [_cells(row) for row in _folded(rows)]
             blocks += [machine, f"{', '.join(counts) or 'no test'}; {', '.join(endings) or 'exit code 0'}.",
-                       markdown_table(("test", "outcome", "seconds", "figures"), [_cells(row) for row in _folded(rows)])]
+                       markdown_table(("test", "outcome", "seconds", "figures"), cells)]
     return "\n\n".join(blocks) + "\n"
 
 

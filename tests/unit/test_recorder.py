@@ -1,6 +1,7 @@
 """What came out of each test goes into a file as it is known, and from there into the table of `make test-gpu`."""
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -61,16 +62,21 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert record(tmp_path, "1") == []
 
 
-def test_the_table(monkeypatch: Any) -> None:
+@pytest.fixture
+def run_all(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program of `make test-gpu`, which is no module of a package."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
-    from run_all import build_markdown
+    return importlib.import_module("run_all")
+
+
+def test_the_table(run_all: Any) -> None:
     passed = {"outcome": "passed", "why": "", "figures": {}}
     rows = [{"test": "tests/mpi/test_a.py::test_many[0]", "seconds": 1.0, **passed},
             {"test": "tests/mpi/test_a.py::test_many[1]", "seconds": 2.0, **passed},
             {"test": "tests/mpi/test_a.py::test_many[2]", "outcome": "failed", "seconds": 3.0, "why": "lost",
              "figures": {"mib": 4.0, "rows": [1]}}]
-    text = build_markdown({"tests/mpi/test_a.py": {"exit_code": 1, "rows": rows, "machine": "a machine"},
-                           "tests/mpi/test_b.py": {"exit_code": 0, "rows": rows[:1], "machine": "another"}})
+    text = run_all.build_markdown({"tests/mpi/test_a.py": {"exit_code": 1, "rows": rows, "machine": "a machine"},
+                                   "tests/mpi/test_b.py": {"exit_code": 0, "rows": rows[:1], "machine": "another"}})
     one, another = text.split("another")
     assert another.splitlines()[:3] == ["", "", "1 passed; exit code 0."]
     assert one.strip().splitlines()[-6:] == [
@@ -80,13 +86,11 @@ def test_the_table(monkeypatch: Any) -> None:
         "| mpi/test_a.py::test_many[2] | **failed**: lost | 3.0 | mib 4 |"]
 
 
-def test_parts_and_files_are_asked_for_by_name(monkeypatch: Any) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
-    from run_all import find_files
-    files = find_files("mpi,gpu")
+def test_parts_and_files_are_asked_for_by_name(run_all: Any) -> None:
+    files = run_all.find_files("mpi,gpu")
     assert files[0].startswith("tests/mpi/test_") and files[-1] == "tests/gpu/test_nccl_communicator.py"
-    assert find_files("test_transfer.py,test_moves,test_transfer") == [
+    assert run_all.find_files("test_transfer.py,test_moves,test_transfer") == [
         "tests/mpi/test_transfer.py", "tests/gpu/test_moves.py"]
     for wrong in ("nccl", ""):
         with pytest.raises(ValueError, match="--only"):
-            find_files(wrong)
+            run_all.find_files(wrong)
