@@ -17,7 +17,8 @@ import sys
 from collections.abc import Iterable
 
 from analysis.bench_parts import EQUAL, Bench, Part, add_arguments, names_of, open_bench, run_parts
-from analysis.gpu_figures import beside_figures, host_cost_figures, state_figures
+from analysis.beside_plot import draw_beside
+from analysis.gpu_figures import beside_figures, host_cost_figures, job_series, state_figures
 from analysis.gpu_moves import RunFailed, inequality, move_figures
 from analysis.ranks import run_ranks
 from analysis.results import Figure, Section
@@ -114,23 +115,26 @@ def state(bench: Bench) -> Iterable[Section]:
 def beside(bench: Bench) -> Iterable[Section]:
     share = choose_share(bench.args.prepare_share, bench.device)
     for switch in _switches(bench):
-        yield _prepare_beside(bench, f"Preparing beside training, two ranks, {switch}, share {share:g}", switch,
-                              rounds=bench.args.beside_rounds, share=share, num_groups=None, alone=bench.args.alone)
+        title = f"Preparing beside training, two ranks, {switch}, share {share:g}"
+        yield _prepare_beside(bench, "beside", title, switch, rounds=bench.args.beside_rounds, share=share,
+                              num_groups=None, alone=bench.args.alone)
 
 
 def soak(bench: Bench) -> Iterable[Section]:
     for switch in _switches(bench):
-        yield _prepare_beside(bench, f"Preparing {bench.args.soak_groups} groups over and over, two ranks, {switch}",
-                              switch, rounds=bench.args.rounds, share=1.0, num_groups=bench.args.soak_groups, alone=2)
+        title = f"Preparing {bench.args.soak_groups} groups over and over, two ranks, {switch}"
+        yield _prepare_beside(bench, "soak", title, switch, rounds=bench.args.rounds, share=1.0,
+                              num_groups=bench.args.soak_groups, alone=2)
 
 
-def _prepare_beside(bench: Bench, title: str, switch: str, *, rounds: int, share: float, num_groups: int | None,
-                    alone: int) -> Section:
+def _prepare_beside(bench: Bench, part: str, title: str, switch: str, *, rounds: int, share: float,
+                    num_groups: int | None, alone: int) -> Section:
     arguments = {"rounds": rounds, "rounds_s": bench.left_s(580.0) * _ROUNDS_SHARE, "share": share, "alone": alone,
                  "num_groups": num_groups, "stride": bench.args.stride, "switch": switch, "twin": bench.args.compare,
                  "close_by": bench.args.close_by, "settings": [*BESIDE[bench.on_gpu], *bench.args.beside_set]}
     rows = run_ranks("analysis.prepare_beside:beside", world=2, hosts=_own_gpus(bench), device=bench.device,
                      timeout_s=bench.left_s(580.0), arguments=arguments, environment=bench.environment)
+    picture = draw_beside(job_series(rows), title, bench.out / f"bench_gpu_{part}_{switch}.png")
     bound = len(bench.machine.gpus) >= 2
     figures, problem = beside_figures(rows, bound=bound and num_groups is None, parked=switch == "parked")
     told = (f"{len(rows[0]['rounds'])} rounds of {rounds} without a hang; {rows[0]['num_losses']} iterations; "
@@ -140,7 +144,8 @@ def _prepare_beside(bench: Bench, title: str, switch: str, *, rounds: int, share
     if rows[0]["num_compared"] < rows[0]["num_losses"]:
         equal = f"{EQUAL_LOSSES} ({rows[0]['num_compared']} iterations)."
     shared = "" if bound else "The ranks share a processor or a GPU: slowdown and memory are not judged."
-    return bench.section(title, figures, problem=problem, notes=(told, "" if problem else equal, shared))
+    return bench.section(title, figures, problem=problem,
+                         notes=(told, "" if problem else equal, shared, f"![iterations]({picture.name})"))
 
 
 PARTS: dict[str, Part] = {
@@ -161,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     bench = open_bench(args)
     names = args.parts or (PARTS if bench.on_gpu else [part for part in PARTS if part != "m24"])
-    return run_parts("bench_gpu", args.out, bench, {name: PARTS[name] for name in names})
+    return run_parts("bench_gpu", bench, {name: PARTS[name] for name in names})
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

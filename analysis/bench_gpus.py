@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with serve_imports({**os.environ, **bench.environment}) as shared:
         os.environ.update(shared)
-        return run_parts("bench_gpus", args.out, bench, {each.name: bind(each.name) for each in estimates}, box)
+        return run_parts("bench_gpus", bench, {each.name: bind(each.name) for each in estimates}, box)
 
 
 def _plan(layout: Layout, args: argparse.Namespace, *, can_park: bool) -> tuple[list[Estimate], str]:

@@ -33,6 +33,7 @@ class Bench:
     args: argparse.Namespace
     machine: Machine
     runs: Path     # where run folders go
+    out: Path      # where results go
     ends_s: float  # of the time box, monotonic
 
     @property
@@ -78,23 +79,23 @@ Part = Callable[[Bench], Iterable[Section]]
 
 
 def open_bench(args: argparse.Namespace) -> Bench:
-    """The time box starts now. `args` has device, time_box, runs and settings."""
+    """The time box starts now. `args` has device, time_box, out, runs and settings."""
     ends_s = time.monotonic() + args.time_box
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return Bench(args=args, machine=ask_machine(), ends_s=ends_s,
+    machine = ask_machine()
+    return Bench(args=args, machine=machine, ends_s=ends_s,
+                 out=args.out or CODE_ROOT / ("analysis/results" if machine.gpus else "build/results"),
                  runs=Path(args.runs or tempfile.mkdtemp(prefix="bench-gpu-")))
 
 
-def run_parts(stem: str, out: Path | None, bench: Bench, parts: Mapping[str, Part],
+def run_parts(stem: str, bench: Bench, parts: Mapping[str, Part],
               box: Callable[[Bench, str], Bench] = lambda bench, name: bench) -> int:
     """All parts, one after the other, each in what `box` makes of the bench for it; returns the exit code.
 
-    Results go to stem.json and stem.md in `out` (default: analysis/results, or build/results without a GPU), after
-    each section, in place of those with the same titles.
+    Results go to stem.json and stem.md in bench.out, after each section, in place of those with the same titles.
     """
-    out = out or CODE_ROOT / ("analysis/results" if bench.machine.gpus else "build/results")
-    sections = read_sections(out / f"{stem}.json")
+    sections = read_sections(bench.out / f"{stem}.json")
     new: list[Section] = []
     for name, part in parts.items():
         sections = [section for section in sections if not section.title.startswith(_FAILED % name)]  # of older calls
@@ -103,10 +104,10 @@ def run_parts(stem: str, out: Path | None, bench: Bench, parts: Mapping[str, Par
         for section in _run_part(box(bench, name), name, part):
             new = replace_section(new, section)
             sections = replace_section(sections, section)
-            write_sections(out, stem, sections)
+            write_sections(bench.out, stem, sections)
             print(f"{stem}: {section.title}: {(section.problem or 'done').splitlines()[0]}", flush=True)
     print(build_markdown(new))
-    print(f"written to {out / f'{stem}.json'} and {out / f'{stem}.md'}; runs are in {bench.runs}")
+    print(f"written to {bench.out / f'{stem}.json'} and {bench.out / f'{stem}.md'}; runs are in {bench.runs}")
     return 1 if any(section.problem for section in new) else 0
 
 

@@ -1,6 +1,7 @@
 """Figures of what ranks measured by themselves (gpu_bodies.py, prepare_beside.py), and their targets. NumPy only."""
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +9,10 @@ import numpy as np
 
 from analysis.results import Figure
 
-# What an iteration is beside prepare_beside.py's thread, the worst last: it is what it was on the worst rank.
-KINDS = ("undisturbed", "closing", "preparing", "after_join")
+# What an iteration is beside preparer.py's thread, the worst last: it is what it was on the worst rank. "resting" is
+# one that lay in a rest between two groups, "preparing" any other beside a preparation.
+KINDS = ("undisturbed", "closing", "resting", "preparing", "after_join")
+LEAST_WINDOW = 20  # undisturbed iterations in a row that are looked at by themselves
 MIB = 1 << 20
 MEDIAN_AT_MOST, P95_AT_MOST = 1.03, 1.15  # iterations while preparing, over undisturbed ones
 ROUND_FIGURES = {  # of the rows of rounds
@@ -52,7 +55,8 @@ def beside_figures(rows: Sequence[dict[str, Any]], *, bound: bool, parked: bool)
     `bound`: whether slowdown and memory are judged, which they are where every rank has a GPU of its own.
     """
     times = job_times(rows)
-    figures, ratios = _iteration_figures(times), {}
+    working, times["preparing"] = times["preparing"], np.concatenate([times["preparing"], times["resting"]])
+    figures, ratios = _iteration_figures(times) + _part_figures(rows, working, times), {}
     for kind in ("preparing", "closing"):
         for name, percent in (("median", 50), ("p95", 95)):
             both = times[kind], times["undisturbed"]
@@ -93,11 +97,34 @@ def _memory_figures(rows: Sequence[dict[str, Any]], num_groups: int, at_most: fl
 
 
 def job_times(rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Seconds of each kind of iteration, job-wide: the longest over the ranks, and of the worst kind of any rank's."""
+    """Seconds of each kind of iteration, job-wide."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for same in zip(*(row["iterations"] for row in rows), strict=True):
-        found[max((kind for kind, _ in same), key=KINDS.index)].append(max(seconds for _, seconds in same))
+    for kind, seconds, _ in job_series(rows):
+        found[kind].append(seconds)
     return {kind: np.array(seconds) for kind, seconds in found.items()}
+
+
+def job_series(rows: Sequence[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """Each iteration's (kind, seconds, start): the worst kind of any rank's, the longest, and rank 0's."""
+    return [(max((kind for kind, *_ in same), key=KINDS.index), max(seconds for _, seconds, _ in same), same[0][2])
+            for same in zip(*(row["iterations"] for row in rows), strict=True)]
+
+
+def _part_figures(rows: Sequence[dict[str, Any]], working: np.ndarray, times: dict[str, np.ndarray]) -> list[Figure]:
+    """What tells a disturbance from a machine that isn't even: rests beside work, and undisturbed windows by themselves.
+
+    `working`: seconds of iterations beside a group's work.
+    """
+    figures = [Figure(name=f"preparing, beside {what}, median of {len(some)}", value=float(np.median(some)) * 1e3,
+                      unit="ms")
+               for what, some in (("a group's work", working), ("rests", times["resting"])) if len(some)]
+    in_a_row = [[seconds for _, seconds, _ in window] for kind, window
+                in itertools.groupby(job_series(rows), key=lambda iteration: iteration[0]) if kind == "undisturbed"]
+    medians = [float(np.median(seconds)) * 1e3 for seconds in in_a_row if len(seconds) >= LEAST_WINDOW]
+    if len(medians) > 1:
+        figures += [Figure(name=f"undisturbed, median of a window, {name} of {len(medians)}", value=value, unit="ms")
+                    for name, value in (("shortest", min(medians)), ("longest", max(medians)))]
+    return figures
 
 
 def _iteration_figures(times: dict[str, np.ndarray]) -> list[Figure]:

@@ -8,33 +8,23 @@ state at its end.
 from __future__ import annotations
 
 import gc
-import statistics
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from analysis.preparer import HANG_S, MOVING, TIMEOUT_S, Preparer, fresh_store, wait_for
 from analysis.ranks import Rank
-from migration import pacing
-from migration.communicators.base import Communicator
 from migration.communicators.makers import build_maker
 from migration.config import Config, apply_settings
 from migration.data import Samples, open_source
 from migration.groups import Groups
 from migration.job import Job, close_job, open_groups
-from migration.options import Options
-from migration.stores import connect_store, start_store
 from migration.timeline import process_counts
 from third_party.pytorch.process_group import MigratableGroup
 
-TIMEOUT_S = 60.0  # of one preparation
-RESTS_S = pacing.all_rests_s(Options(run="").prepare_deadline_s, float("inf"))  # as in a long run
-HANG_S = 150.0 + RESTS_S  # after which a round is hung
-WARM_UP = 5       # iterations that count for nothing, at the start
-MOVING = (0,)     # the slot that would move: it is in every group, and in none alone, so that each has an old one too
-POLL_S = 0.002
+WARM_UP = 5  # iterations that count for nothing, at the start
 
 
 def config_of(sizes: Mapping[str, Any], settings: list[str]) -> Config:
@@ -68,8 +58,9 @@ def beside(own: Rank) -> dict[str, Any]:
     (prepared in a round; None: all), stride (iterations after which ranks compare whether a round is over), alone
     (iterations before the first round and after each), twin (at most so many are compared with the job left alone).
 
-    Returns iterations as [kind (gpu_figures.KINDS), seconds], a row for each round, resources after each round, how
-    many iterations were compared, and what differs from the job left alone, empty if nothing does.
+    Returns iterations as [kind (gpu_figures.KINDS), seconds, its start in seconds since the job's], a row for each
+    round, resources after each round, how many iterations were compared, and what differs from the job left
+    alone, empty if nothing does.
     """
     from migration.preload import preload
     preload()
@@ -96,11 +87,12 @@ class _Course:
         self._own, self._config, self._groups = own, config, groups
         self._num_rounds, self._num_iterations = rounds, num_iterations
         self.losses: list[str] = []
-        self.iterations: list[tuple[str, float]] = []
+        self.iterations: list[tuple[str, float, float]] = []
         self.rounds: list[dict[str, float]] = []
         self.resources: list[dict[str, int]] = []
         self.digests: dict[str, str] = {}
         self.num_groups = 0
+        self._began_s = time.perf_counter()
 
     def run(self, name: str) -> None:
         from migration import state
@@ -170,77 +162,9 @@ class _Course:
         for _ in range(num_iterations):
             start_s = time.perf_counter()
             result = job.run_iteration()
-            end_s = time.perf_counter()
+            seconds = time.perf_counter() - start_s
             self.losses.append(f"{result.loss.hex()} {result.grad_norm.hex()}")
-            self.iterations.append((preparer.kind_of(start_s) if preparer else kind, end_s - start_s))
-
-
-class Preparer(threading.Thread):
-    """One preparation of all groups for a generation that never comes."""
-
-    def __init__(self, own: Rank, groups: Groups, number: int) -> None:
-        super().__init__(name="prepare", daemon=True)
-        self._own, self._groups, self._number = own, groups, number
-        self.prepared_s = self.closed_s = float("inf")
-        self.row: dict[str, float] = {}  # of the round's figures
-        self._rests_s = 0.0
-        self.error: Exception | None = None
-
-    def kind_of(self, start_s: float) -> str:
-        """Of an iteration that began at start_s and has just ended."""
-        return "preparing" if start_s < self.prepared_s else "closing" if start_s < self.closed_s else "undisturbed"
-
-    def run(self) -> None:
-        try:
-            self._prepare_and_discard()
-        except Exception as error:  # the training thread raises it
-            self.error = error
-
-    def _prepare_and_discard(self) -> None:
-        own, groups, device = self._own, self._groups, self._own.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        num_held, live = groups.num_communicators, groups.communicators
-        server, store = fresh_store(own, f"round {self._number}")
-        free_before, started_s = free_bytes(device), time.perf_counter()
-        self._rests_until_s = time.monotonic() + RESTS_S
-        groups.prepare(1 + self._number, store, MOVING, TIMEOUT_S, after_each=self._rest)
-        device_bytes = free_before - free_bytes(device)
-        self.prepared_s = time.perf_counter()
-        own.barrier(f"round {self._number} prepared")
-        del server
-        prepared = [communicator for communicator in groups.communicators if communicator not in live]
-        wanted = own.arguments["switch"]
-        if unlike := [f"{c.name} {c.switch}" for c in prepared if c.switch != wanted]:
-            raise RuntimeError(f"these were prepared otherwise than {wanted}: {', '.join(unlike)}")
-        groups.discard()
-        wait_for(lambda: groups.num_communicators <= num_held, HANG_S, "what was prepared to close")
-        self.closed_s = time.perf_counter()
-        self.row = {"prepare_s": self.prepared_s - started_s, "close_s": self.closed_s - self.prepared_s,
-                    "rests_s": self._rests_s, "device_bytes": device_bytes,
-                    "work_s": statistics.median(communicator.work_s for communicator in prepared),
-                    **{f"close_group_{stage}_s": statistics.median(c.costs[stage].seconds for c in prepared)
-                       for stage in ("close", "resume") if stage in prepared[0].costs}}
-
-    def _rest(self, communicator: Communicator, num_left: int) -> None:
-        """As a stayer does in a move (preparation.py), but that nobody aborts."""
-        seconds = pacing.rest_s(communicator.work_s, self._own.arguments["share"],
-                                self._rests_until_s - time.monotonic(), num_left)
-        time.sleep(seconds)
-        self._rests_s += seconds
-
-
-def fresh_store(own: Rank, name: str) -> tuple[Any, Any]:
-    """A store as a controller makes one for each generation: (the server on rank 0, this rank's connection)."""
-    server = start_store("127.0.0.1") if own.rank == 0 else None
-    if server is not None:
-        own.store.set(f"port/{name}", str(server.port))
-    return server, connect_store(("127.0.0.1", int(own.store.get(f"port/{name}"))), TIMEOUT_S)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Of the device; 0 on the CPU."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+            self.iterations.append((preparer.kind_of(start_s) if preparer else kind, seconds, start_s - self._began_s))
 
 
 def count_resources(device: torch.device) -> dict[str, int]:
@@ -252,11 +176,3 @@ def count_resources(device: torch.device) -> dict[str, int]:
         used = (whole - free) >> 20
     rss_bytes, num_fds, num_threads = process_counts()
     return {"device_mib": used, "threads": num_threads, "fds": num_fds, "resident_mib": rss_bytes >> 20}
-
-
-def wait_for(condition: Any, timeout_s: float, what: str) -> None:
-    ends_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > ends_s:
-            raise TimeoutError(f"waited {timeout_s:g} s for {what}")
-        time.sleep(POLL_S)

@@ -20,9 +20,11 @@ from analysis.moves import compute_moves
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("--np", "8", "--hosts", "b0,b1,b2,b3", "--prepare-share", "1")  # too short for rests
+# An iteration takes 0.2 s on two GPUs, and 0.7 s where all processes share one: fewer are as long as two moves.
+SECOND, ITERATIONS = (110, 280) if torch.cuda.device_count() > 1 else (75, 120)
 # b0 has world rank 0; a second generation is moved as well as the first
-MOVES = ("--vacate", "b1->b3@28", "--vacate", "b0->b1@110", "--lead", "26")
-SETTINGS = ("--set", "iterations=280")
+MOVES = ("--vacate", "b1->b3@28", "--vacate", f"b0->b1@{SECOND}", "--lead", "26")
+SETTINGS = ("--set", f"iterations={ITERATIONS}")
 
 pytestmark = [pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU"), pytest.mark.timeout(400)]
 

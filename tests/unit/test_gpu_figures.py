@@ -20,8 +20,13 @@ def rank(**changes: Any) -> dict[str, Any]:
     """A rank of two rounds of one preparing and one undisturbed iteration."""
     rounds = [{"prepare_s": 0.3, "rests_s": 0.2, "work_s": 0.1, "close_s": 0.1, "device_bytes": 4 * 3 * MIB}] * 2
     resources = [{"device_mib": 100, "threads": 9, "fds": 20, "resident_mib": 500}] * 2
-    return {"iterations": [["undisturbed", 0.100], ["preparing", 0.102]] * 2, "rounds": rounds, "resources": resources,
+    return {"iterations": numbered([["undisturbed", 0.100], ["preparing", 0.102]] * 2), "rounds": rounds, "resources": resources,
             "differs": "", "num_losses": 4, "num_compared": 4, "num_groups": 4} | changes
+
+
+def numbered(iterations: list[list[Any]]) -> list[list[Any]]:
+    """With a second from start to start."""
+    return [[kind, seconds, float(i)] for i, (kind, seconds) in enumerate(iterations)]
 
 
 def by_name(figures: list[Figure]) -> dict[str, Figure]:
@@ -34,7 +39,7 @@ def test_slowdown_and_memory_while_preparing() -> None:
     assert problem == ""
     median = found["median of iterations while preparing, over undisturbed"]
     assert median.value == pytest.approx(1.02) and median.met
-    slow = rank(iterations=[["undisturbed", 0.1], ["preparing", 0.104]] * 2)
+    slow = rank(iterations=numbered([["undisturbed", 0.1], ["preparing", 0.104]] * 2))
     assert by_name(beside_figures([rank(), slow], bound=True, parked=True)[0])[median.name].met is False
     assert by_name(beside_figures([rank(), slow], bound=False, parked=True)[0])[median.name].met is None
 
@@ -51,17 +56,30 @@ def test_memory_of_streams_that_cuda_keeps_is_of_the_first_preparation() -> None
 
 
 def test_an_iteration_is_the_slowest_ranks_and_of_the_worst_kind() -> None:
-    early = rank(iterations=[["undisturbed", 0.3], ["closing", 0.1]])
-    late = rank(iterations=[["preparing", 0.2], ["after_join", 0.4]])
+    early = rank(iterations=numbered([["undisturbed", 0.3], ["closing", 0.1], ["resting", 0.1]]))
+    late = rank(iterations=numbered([["preparing", 0.2], ["after_join", 0.4], ["undisturbed", 0.2]]))
     times = job_times([early, late])
     assert {kind: some.tolist() for kind, some in times.items()} == {
-        "undisturbed": [], "closing": [], "preparing": [0.3], "after_join": [0.4]}
+        "undisturbed": [], "closing": [], "resting": [0.2], "preparing": [0.3], "after_join": [0.4]}
 
 
 def test_no_iteration_of_a_kind_is_no_figure() -> None:
-    none = rank(iterations=[["preparing", 0.2]])
+    none = rank(iterations=numbered([["preparing", 0.2]]))
     figures = by_name(beside_figures([none, none], bound=True, parked=False)[0])
     assert figures["median of iterations while preparing, over undisturbed"].met is False
+
+
+def test_rests_are_part_of_a_preparation_and_windows_are_told_by_themselves() -> None:
+    window = [["undisturbed", 0.100]] * 20
+    row = rank(iterations=numbered([*window, ["preparing", 0.150], *[["resting", 0.110]] * 2, ["closing", 0.1],
+                                    *[["undisturbed", 0.104]] * 20, ["after_join", 0.3], *window[1:]]))
+    found = by_name(beside_figures([row, row], bound=True, parked=True)[0])
+    assert found["preparing iterations"].value == 3
+    assert found["median of iterations while preparing, over undisturbed"].value == pytest.approx(1.1)
+    assert found["preparing, beside a group's work, median of 1"].value == pytest.approx(150)
+    assert found["preparing, beside rests, median of 2"].value == pytest.approx(110)
+    shortest, longest = (found[f"undisturbed, median of a window, {name} of 2"] for name in ("shortest", "longest"))
+    assert (shortest.value, longest.value) == (pytest.approx(100), pytest.approx(104))
 
 
 @pytest.mark.parametrize("name, most", [("device_mib", 132), ("threads", 10), ("fds", 22)])

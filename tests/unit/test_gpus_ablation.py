@@ -34,7 +34,7 @@ def sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, *, fails
 
     monkeypatch.setattr(Bench, "train", train)
     monkeypatch.setattr(gpus_ablation, "read_run", lambda folder: run)
-    bench = Bench(args=argparse.Namespace(restart=False, time_box=60.0), machine=MACHINE, runs=tmp_path,
+    bench = Bench(args=argparse.Namespace(restart=False, time_box=60.0), machine=MACHINE, out=tmp_path, runs=tmp_path,
                   ends_s=time.monotonic() + 60)
     return list(gpus_ablation.ablation(bench, build_layout(0, 0), lambda iterations: (), None))
 
