@@ -7,6 +7,7 @@
     beside  two ranks train while a thread prepares the next generation of all their groups, with rests, and discards it
     soak    the same for many short rounds: of a few groups, without rests
 
+beside and soak also draw their iterations over time, by what went on beside each: beside_parked.png and so on.
 Results are written after each part, in place of that part's older ones. The exit code is 0 unless a part failed or an
 equality broke; a target that is missed is only said. --device cpu runs the same on Gloo.
 """
@@ -115,14 +116,14 @@ def state(bench: Bench) -> Iterable[Section]:
 def beside(bench: Bench) -> Iterable[Section]:
     share = choose_share(bench.args.prepare_share, bench.device)
     for switch in _switches(bench):
-        title = f"Preparing beside training, two ranks, {switch}, share {share:g}"
+        title = f"Preparing beside training, {_two_ranks(bench)}, {switch}, share {share:g}"
         yield _prepare_beside(bench, "beside", title, switch, rounds=bench.args.beside_rounds, share=share,
                               num_groups=None, alone=bench.args.alone)
 
 
 def soak(bench: Bench) -> Iterable[Section]:
     for switch in _switches(bench):
-        title = f"Preparing {bench.args.soak_groups} groups over and over, two ranks, {switch}"
+        title = f"Preparing {bench.args.soak_groups} groups over and over, {_two_ranks(bench)}, {switch}"
         yield _prepare_beside(bench, "soak", title, switch, rounds=bench.args.rounds, share=1.0,
                               num_groups=bench.args.soak_groups, alone=2)
 
@@ -134,8 +135,9 @@ def _prepare_beside(bench: Bench, part: str, title: str, switch: str, *, rounds:
                  "close_by": bench.args.close_by, "settings": [*BESIDE[bench.on_gpu], *bench.args.beside_set]}
     rows = run_ranks("analysis.prepare_beside:beside", world=2, hosts=_own_gpus(bench), device=bench.device,
                      timeout_s=bench.left_s(580.0), arguments=arguments, environment=bench.environment)
-    picture = draw_beside(job_series(rows), title, bench.out / f"bench_gpu_{part}_{switch}.png")
     bound = len(bench.machine.gpus) >= 2
+    picture = draw_beside(job_series(rows), title, bench.out / f"{part}_{switch}.png")
+    print(f"bench_gpu: picture: {picture}", flush=True)
     figures, problem = beside_figures(rows, bound=bound and num_groups is None, parked=switch == "parked")
     told = (f"{len(rows[0]['rounds'])} rounds of {rounds} without a hang; {rows[0]['num_losses']} iterations; "
             f"{rows[0]['num_groups']} groups a round; closed by {bench.args.close_by}; "
@@ -144,8 +146,7 @@ def _prepare_beside(bench: Bench, part: str, title: str, switch: str, *, rounds:
     if rows[0]["num_compared"] < rows[0]["num_losses"]:
         equal = f"{EQUAL_LOSSES} ({rows[0]['num_compared']} iterations)."
     shared = "" if bound else "The ranks share a processor or a GPU: slowdown and memory are not judged."
-    return bench.section(title, figures, problem=problem,
-                         notes=(told, "" if problem else equal, shared, f"![iterations]({picture.name})"))
+    return bench.section(title, figures, problem=problem, notes=(told, "" if problem else equal, shared))
 
 
 PARTS: dict[str, Part] = {
@@ -160,6 +161,11 @@ def _switches(bench: Bench) -> list[str]:
 def _own_gpus(bench: Bench) -> str:
     """Two ranks are one host where each has a GPU of its own."""
     return "one" if len(bench.machine.gpus) >= 2 else "each"
+
+
+def _two_ranks(bench: Bench) -> str:
+    """In a title, so that ranks that share a GPU never replace the figures of those that don't."""
+    return "two ranks of one GPU" if len(bench.machine.gpus) == 1 else "two ranks"
 
 
 def main(argv: list[str] | None = None) -> int:
