@@ -123,6 +123,9 @@ class Actions(ControllerBase):
         self._may_be_closed = "lazy" in self._tally.rooms
         if self._may_be_closed:
             self._gate.close()  # an abort is another one now
+        self._tell_to_park()
+
+    def _tell_to_park(self) -> None:
         self._to_members("PARK")
 
     def _send_commit(self) -> None:

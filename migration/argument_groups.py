@@ -158,7 +158,8 @@ def _add_experiments(parser: argparse.ArgumentParser) -> None:
     tests.add_argument("--fault", action="append", default=[], metavar="KIND@SLOT:PHASE[#MOVE]", help="raise, kill, "
                        "hang, corrupt or cancel at the joiner of SLOT in PREPARING, READY or SWITCHING, or slow in "
                        "PREPARING; kill or hang at its leaver in LEAVING (at the switchover), or at the joiner in "
-                       "COMMITTED; repeatable")
+                       "COMMITTED; kill at the controller in VERDICT (its deputy alone has it) or PARKING (one member "
+                       "alone makes room); repeatable")
     tests.add_argument("--omit-state", action="append", default=[], metavar="KIND", help="leave out this kind of "
                        "state, to see the comparison fail; repeatable")
     tests.add_argument("--leaver-steps", action="store_true", help="a leaver takes the optimizer step of the "

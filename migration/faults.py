@@ -4,8 +4,9 @@
 raise (an exception), kill (SIGKILL to itself), hang (never goes on), corrupt (wrong bits: of the probe, of the
 acknowledged position, of the received state), cancel (asks the controller to cancel the move), slow (in PREPARING: it
 multiplies matrices SLOWDOWN times slower). A kill or a hang also in LEAVING, at the leaver of SLOT when it has come to
-the switchover, and in COMMITTED, at the joiner before it acknowledges. A kill also in VERDICT, at the controller when
-its deputy has the verdict on a move of SLOT, and before anybody else has heard it.
+the switchover, and in COMMITTED, at the joiner before it acknowledges. A kill also at the controller:
+in VERDICT when its deputy has the verdict on a move of SLOT, and before anybody else has heard it, and in PARKING when
+one member alone has been told to make room by parking or closing its old communicators.
 """
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _KILL_AFTER_S = 0.5
 
 KINDS = ("raise", "kill", "hang", "corrupt", "cancel", "slow")
 SLOWDOWN = 100
-PHASES = ("PREPARING", "READY", "SWITCHING", "LEAVING", "COMMITTED", "VERDICT")
+PHASES = ("PREPARING", "READY", "SWITCHING", "LEAVING", "COMMITTED", "VERDICT", "PARKING")
+AT_CONTROLLER = ("VERDICT", "PARKING")
 
 
 class InjectedFault(MoveFailed):
@@ -49,8 +51,8 @@ def parse_fault(text: str) -> Fault:
                         f"{', '.join(KINDS)}, phases {', '.join(PHASES)}")
     if match[1] == "slow" and match[3] != "PREPARING":
         raise UserError(f"--fault {text}: a joiner's speed is measured in PREPARING only")
-    if match[3] == "VERDICT" and match[1] != "kill":
-        raise UserError(f"--fault {text}: in VERDICT there is kill only")
+    if match[3] in AT_CONTROLLER and match[1] != "kill":
+        raise UserError(f"--fault {text}: in {match[3]} there is kill only")
     if match[3] in ("LEAVING", "COMMITTED") and match[1] not in ("kill", "hang"):
         raise UserError(f"--fault {text}: in {match[3]} there are kill and hang only")
     return Fault(kind=match[1], slot=int(match[2]), phase=match[3], text=text,

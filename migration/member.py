@@ -117,7 +117,8 @@ class Member(PartThreads):
             self.is_training = True
             self.hold_at(set(record["holds"]))
             self.tell("STANDING", slot=self.slot, position=self.position, generation=self.generation,
-                      part=-1 if self.part is None else self.part.number, committed=self._committed)
+                      part=-1 if self.part is None else self.part.number, committed=self._committed,
+                      may_park=self.part is not None and self.part.may_park)
             for told in self._told.again(record["heard"]):
                 self.world.send(self.controller, told)
 

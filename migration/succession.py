@@ -39,7 +39,7 @@ class Succession(Recovery, Stopping, Leaving):
         self._told_deputy: int | None = None  # as everybody has been told
         self._unfit: dict[int, float] = {}  # world ranks that didn't answer, and when
         self._resigns = False  # the deputy is told, or about to be, of the successor
-        self._dies = False  # by a fault, once the deputy has the verdict
+        self._dies = False  # by a fault, at the deputy's next answer
 
     # ---- the deputy
 
@@ -72,7 +72,8 @@ class Succession(Recovery, Stopping, Leaving):
         """At the end of every turn."""
         if not self._gate.is_due:
             return
-        self._fire_fault()
+        if self._tally.phase in (Phase.COMMITTED, Phase.ABORTED) and self._take_fault("VERDICT"):
+            self._dies = True
         self._resigns = self._resigns and self.successor is not None
         self.world.send(self._gate.deputy, {
             "kind": "KEEP", "from": self.world.rank, "term": self.term, "number": self._gate.number,
@@ -80,15 +81,26 @@ class Succession(Recovery, Stopping, Leaving):
             "state": self._state(self._moves_known)})
         self._gate.sent(now_s)
 
-    def _fire_fault(self) -> None:
-        """A fault that kills the controller between the deputy's acknowledgement and the first word of a verdict."""
-        if self._tally.plan is None or self._tally.phase not in (Phase.COMMITTED, Phase.ABORTED):
-            return
-        for slot in self._tally.plan.slots:
-            if (fault := self._faults.take("VERDICT", slot, self._tally.number)) is not None:
+    def _take_fault(self, phase: str) -> bool:
+        """Whether one is due that kills the controller; the deputy's next state tells of it."""
+        for slot in self._tally.plan.slots if self._tally.plan is not None else ():
+            if (fault := self._faults.take(phase, slot, self._tally.number)) is not None:
                 self._record.fault({"text": fault.text, "fault": fault.kind, "slot": fault.slot, "phase": fault.phase,
                                     "from": self.world.rank})
-                self._dies = True
+                return True
+        return False
+
+    def _tell_to_park(self) -> None:
+        if not self._take_fault("PARKING"):
+            super()._tell_to_park()
+            return
+        self._send(min(self._tally.members), "PARK", move=self._tally.number)
+        self._gate.put(self._die_when_answered)
+
+    def _die_when_answered(self) -> None:
+        """A turn after what has been sent, so that it has gone."""
+        self._dies = True
+        self._gate.close()
 
     def _on_kept(self, record: Record) -> None:
         if self._dies:

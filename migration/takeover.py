@@ -2,8 +2,8 @@
 
 First it tells everybody, and hears from everybody where it stands: from then on no word of the last controller counts
 any more. Then it decides once: a move that members have heard the commit of, or whose commit the deputy has, goes on as
-committed; any other is aborted; and if the lost process held a slot, or a recovery was under way, all slots are built
-anew (recovery.py). Control thread only.
+committed; any other is aborted, after all members park their old communicators if one of them has been told to; and if
+the lost process held a slot, or a recovery was under way, all slots are built anew (recovery.py). Control thread only.
 """
 from __future__ import annotations
 
@@ -93,6 +93,8 @@ class Takeover(Succession):
         must_recover = tally.phase is Phase.RECOVERING or (tally.phase is Phase.ABORTED and self._may_be_closed)
         is_replaced = loss.rank in tally.roster.holders
         if not is_replaced and not must_recover:
+            if any(standing["may_park"] and standing["part"] == tally.number for standing in taking.standings.values()):
+                self._to_members("PARK")  # it is collective: who parks waits for all
             self._repeat_verdict(was_committed)
         self._suspect(loss.rank, f"{loss.why} (it was the controller)", has_died=loss.has_died)
         if must_recover and not is_replaced and not self._ended:

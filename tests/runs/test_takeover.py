@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 from running import Running, assert_nothing_left
-from support import (Case, Harness, Undisturbed, assert_equal, completed, last_iteration, outcomes,  # noqa: F401
+from support import (LONG, Harness, Undisturbed, assert_equal, completed, last_iteration, outcomes,  # noqa: F401
                      pid_of, undisturbed)
 
 from analysis.log import read_run, text
 
-CASE = Case(iterations=60, settings=("num_microbatches=1",))
 NUM_PROCESSES = 14  # six slots on b0, b1, b2; spares on b3 to b6
 EVERY = 8  # iterations, between checkpoints
 TIMEOUT_S = 180.0
@@ -46,12 +45,14 @@ def wait_for_controller(job: Running, world_rank: int, term: int) -> None:
 
 def test_killed_controllers(start_harness: Start, harness: Harness, undisturbed: Undisturbed,  # noqa: F811
                             capsys: pytest.CaptureFixture[str]) -> None:
-    """Slots 0 and 1 with the controller, a whole host; a spare in PREPARING; a spare whose commit its deputy alone has.
+    """Slots 0 and 1 with the controller, a whole host; a spare in PREPARING; a spare whose commit its deputy alone has;
+    a spare that has told one member alone to make room.
 
-    Somebody waits for a move meanwhile.
+    Somebody waits for a move meanwhile. Old communicators are closed to make room, and rebuilt.
     """
-    job = start_harness(*CASE.arguments(NUM_PROCESSES), "--checkpoint-every", EVERY, "--slow-joiner", "3",
-                        "--fault", "kill@4:VERDICT#1", np=NUM_PROCESSES)
+    job = start_harness(*LONG.arguments(NUM_PROCESSES), "--checkpoint-every", EVERY, "--slow-joiner", "5",
+                        "--fault", "kill@4:VERDICT#1", "--fault", "kill@2:PARKING#2", "--nccl-switch", "lazy",
+                        "--allow-lazy", np=NUM_PROCESSES)
     wait_for_iteration(job, EVERY + 2)
     kill(job, 0, 1)
     wait_for_controller(job, 13, 1)
@@ -63,18 +64,23 @@ def test_killed_controllers(start_harness: Start, harness: Harness, undisturbed:
     waited = harness("request", "--run", job.run, "--vacate", "b2->b4", "--wait", np=None)
     assert waited.rc == 0 and "committed before iteration" in waited.out, waited.out + waited.err
     wait_for_controller(job, 12, 3)
+    waited = harness("request", "--run", job.run, "--vacate", "b1->b2", "--wait", np=None)
+    assert waited.rc == 1 and "was lost before its verdict" in waited.out, waited.out + waited.err
     result = completed(job.wait(TIMEOUT_S))
     (recovery,) = result["recoveries"]
     assert (sorted(recovery["lost"]), recovery["hosts"], recovery["slots"]) == ([0, 1], ["b0", "b0"], [0, 1])
     assert recovery["from_iteration"] in (EVERY, 2 * EVERY) and recovery["redone"] > 0
     assert recovery["keeps_bits"] is True
-    assert outcomes(result) == ["ABORTED", "COMMITTED"] and (result["generation"], result["term"]) == (2, 3)
+    assert outcomes(result) == ["ABORTED", "COMMITTED", "ABORTED"]
+    assert (result["generation"], result["term"]) == (2, 4)
     assert "the controller, world rank 13, was lost before its verdict" in result["moves"][0]["reason"]
     assert result["moves"][1]["assignments"] == [[4, 4, 8], [5, 5, 9]]
-    assert [(fault["text"], fault["fired"]) for fault in result["faults"]] == [("kill@4:VERDICT#1", 1)]
+    assert "10 old groups, closed to make room (policy lazy), were rebuilt" in result["moves"][2]["reason"]
+    assert [(fault["text"], fault["fired"]) for fault in result["faults"]] == [("kill@4:VERDICT#1", 1),
+                                                                               ("kill@2:PARKING#2", 1)]
     assert [row["iteration"] for row in result["checkpoints"]] == sorted({row["iteration"] for row in
                                                                           result["checkpoints"]})
-    assert_equal(CASE, undisturbed(CASE), job.run)
+    assert_equal(LONG, undisturbed(LONG), job.run)
     assert_nothing_left(job.run)
     with capsys.disabled():
         print(f"\nthe controller's host killed: noticed {recovery['detect_s']:.2f} s after its last word, first "
@@ -87,7 +93,7 @@ def test_a_controller_that_hangs(start_harness: Start, harness: Harness,
     it serves. Later it wakes up under another controller's term, and must end.
     """
     number = 10
-    job = start_harness(*CASE.arguments(number), "--heartbeat-timeout", "4", np=number)
+    job = start_harness(*LONG.arguments(number), "--heartbeat-timeout", "4", np=number)
     wait_for_iteration(job, 4)
     pids = [pid_of(job.run, world_rank) for world_rank in (6, 0)]
     os.kill(pids[0], signal.SIGSTOP)
@@ -109,4 +115,4 @@ def test_a_controller_that_hangs(start_harness: Start, harness: Harness,
     assert "not heard for" in recovery["why"]
     own = [text(row["text"]) for row in read_run(job.run).events if row["world_rank"] == 0]
     assert any("was the controller, term 0, and was held for lost" in line for line in own), own
-    assert_equal(CASE, undisturbed(CASE), job.run)
+    assert_equal(LONG, undisturbed(LONG), job.run)

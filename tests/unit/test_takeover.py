@@ -157,8 +157,9 @@ class Two:
         self.settle()
 
     def lose(self, *, standings: Iterable[int] | None = None, committed: Iterable[int] = (), generation: int = 0,
-             part: int = -1) -> Side:
-        """The first one dies; the others say where they stand, `committed`: those that have heard the commit."""
+             part: int = -1, may_park: Iterable[int] = ()) -> Side:
+        """The first one dies; the others say where they stand, `committed`: those that have heard the commit, `may_park`:
+        those that were told to make room."""
         self.deputy.doubt(self.first.rank, has_died=True)
         loss = self.deputy.look(self.first.now_s)
         assert loss is not None
@@ -171,7 +172,8 @@ class Two:
         for rank in known if standings is None else standings:
             has_heard = rank in tuple(committed)
             self.second.hear("STANDING", rank, slot=rank if rank < 4 else None, position=9, part=part,
-                             generation=generation + has_heard, committed=self.second.tally.number if has_heard else -1)
+                             generation=generation + has_heard, committed=self.second.tally.number if has_heard else -1,
+                             may_park=rank in tuple(may_park))
         self.second.tick()
         return self.second
 
@@ -249,7 +251,7 @@ def test_nothing_is_decided_before_all_have_said_where_they_stand(two: Two) -> N
     two.begin_move()
     second = two.lose(standings=SPARE_LEFT[:-1])
     assert second.take("ABORT") == []
-    second.hear("STANDING", SPARE_LEFT[-1], slot=None, position=0, part=-1, generation=0, committed=-1)
+    second.hear("STANDING", SPARE_LEFT[-1], slot=None, position=0, part=-1, generation=0, committed=-1, may_park=False)
     second.tick()
     assert second.take("ABORT") == to(WITHOUT, "ABORT")
 
@@ -349,6 +351,21 @@ def test_without_a_verdict_it_aborts(beside: Two) -> None:
     beside.to_switching()
     second = beside.lose()
     assert second.take("COMMIT", "ABORT") == to(MEMBERS, "ABORT")
+
+
+def test_all_park_before_the_abort_if_one_has_been_told_to(beside: Two) -> None:
+    """It is collective: who parks waits for all the others."""
+    beside.to_switching()
+    second = beside.lose(part=0, may_park=STAYERS[:1])
+    told = second.take("PARK", "ABORT")
+    assert [kind for _, kind in told] == ["PARK"] * len(MEMBERS) + ["ABORT"] * len(MEMBERS)
+    assert {member for member, kind in told if kind == "PARK"} == set(MEMBERS)
+
+
+def test_nobody_parks_who_was_told_to_in_another_move(beside: Two) -> None:
+    beside.to_switching()
+    second = beside.lose(part=-1, may_park=STAYERS[:1])
+    assert second.take("PARK", "ABORT") == to(MEMBERS, "ABORT")
 
 
 def test_a_commit_that_all_have_acknowledged_is_retired_again(beside: Two) -> None:
