@@ -228,10 +228,10 @@ class MoveTally:
         return value
 
     def load_json(self, value: dict[str, Any]) -> None:
-        """Where another controller's tally was. Its members must all report once more.
+        """Where another controller's tally was. After a verdict its members must all acknowledge it once more.
 
-        Before a verdict it doesn't matter how far the move was, for none can be come to any more but an abort, or, if
-        it turns out that members have heard one, that one: SWITCHING takes both.
+        Before one it doesn't matter how far the move was, nor what members report once more, for none can be come to
+        any more but an abort, or, if it turns out that members have heard one, that one: SWITCHING takes both.
         """
         self.roster, self.generation = Roster.from_json(value["roster"]), value["generation"]
         self.number, self.reason, self.bits_kept = value["number"], value["reason"], value["bits_kept"]
@@ -240,7 +240,7 @@ class MoveTally:
         if value["plan"] is not None:
             self.plan, self.position = MovePlan.from_json(value["plan"]), value["position"]
             self._holders_before = tuple(value["holders_before"])
-            self._waiting = self.members
+            self._waiting = self.members if self.phase in (Phase.COMMITTED, Phase.ABORTED) else set()
 
     def _enter(self, reason: str) -> None:
         if self.phase is Phase.ABORTED:

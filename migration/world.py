@@ -136,10 +136,10 @@ class World:
         try:
             self._poll()
         except BaseException:
-            # nobody is left who could tell the controller: MPI ends everything
+            # nobody is left here who could tell the others: they see that this process is gone, and go on if they can
             sys.stderr.write(f"harness: control thread of world rank {self.rank} failed:\n{traceback.format_exc()}")
             sys.stderr.flush()
-            self._comm.Abort(1)
+            os._exit(1)
 
     def _bring_up(self, hello: Callable[[int, int], dict[str, Any]]) -> None:
         set_defaults()

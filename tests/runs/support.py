@@ -33,7 +33,7 @@ class Case:
 
     profile: str = "tiny_TP2_PP1"
     settings: tuple[str, ...] = ()
-    iterations: int = 16
+    iterations: int = 12
 
     @property
     def job_size(self) -> int:

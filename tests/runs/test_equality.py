@@ -28,6 +28,7 @@ DISTRIBUTED: tuple[str, ...] = ()
 OVERLAP = ("overlap_grad_reduce=true", "bucket_size=20000")  # several buckets, or there is nothing to overlap
 GATHER = ("overlap_param_gather=true",)
 PLAIN = ("distributed_optimizer=false",)
+FP16 = Case(iterations=16, settings=("dtype=fp16", "initial_loss_scale=2097152", "loss_scale_window=3"))
 
 
 def move_and_compare(harness: Harness, undisturbed: Undisturbed, case: Case, at: tuple[int, int, int],
@@ -68,7 +69,7 @@ def assert_held_as_assigned(run: Path, moves: list[Move], at: tuple[int, ...], j
     ("tiny_TP1_PP2", (*OVERLAP, *GATHER)), ("tiny_TP1_PP2", PLAIN)])
 def test_every_training_host_in_one_run(harness: Harness, undisturbed: Undisturbed, profile: str,
                                         settings: tuple[str, ...]) -> None:
-    run = move_and_compare(harness, undisturbed, Case(profile=profile, settings=settings), at=(4, 8, 12))
+    run = move_and_compare(harness, undisturbed, Case(profile=profile, settings=settings), at=(3, 6, 9))
     losses = read_run(run).series(Case(profile=profile).job_size - 1)["loss"]
     assert np.isfinite(losses).all() and losses[-1] < losses[0], "the job learns nothing: equality would mean little"
 
@@ -87,8 +88,8 @@ def test_first_and_last_cut(harness: Harness, undisturbed: Undisturbed) -> None:
 
 
 @pytest.mark.parametrize("case", [
-    Case(settings=(*OVERLAP, *GATHER)), Case(profile="tiny_TP1_PP2", settings=(*PLAIN, "per_token_loss=true")),
-    Case(settings=("dtype=fp16", "initial_loss_scale=2097152", "loss_scale_window=3"))],
+    Case(iterations=16, settings=(*OVERLAP, *GATHER)),
+    Case(iterations=16, profile="tiny_TP1_PP2", settings=(*PLAIN, "per_token_loss=true")), FP16],
     ids=["distributed_overlap", "plain_per_token_loss", "fp16_with_overflows"])
 def test_a_stream_over_many_iterations(harness: Harness, undisturbed: Undisturbed, case: Case) -> None:
     """Batches go over between several steps, whose gradients follow. Leavers take the last step too."""
@@ -110,8 +111,7 @@ def test_moves_at_one_iteration(harness: Harness, undisturbed: Undisturbed) -> N
 
 def test_fp16_with_overflows(harness: Harness, undisturbed: Undisturbed) -> None:
     """The loss scale is too large at first and grows fast, so that steps are skipped before, at and after the moves."""
-    case = Case(settings=("dtype=fp16", "initial_loss_scale=2097152", "loss_scale_window=3"))
-    run = move_and_compare(harness, undisturbed, case, at=(2, 3, 9))  # the step of a cut is among the skipped ones
+    run = move_and_compare(harness, undisturbed, FP16, at=(2, 3, 9))  # the step of a cut is among the skipped ones
     assert read_run(run).series(0)["skipped"][[1, 2, 8]].any()
     skipped = read_run(run).series(0)["skipped"].astype(bool)
     assert skipped[:4].any() and skipped[4:].any() and not skipped.all(), f"no mix of skipped steps: {skipped}"
@@ -123,4 +123,4 @@ def test_fp16_with_overflows(harness: Harness, undisturbed: Undisturbed) -> None
     Case(profile="tiny_TP1_PP2", settings=("dtype=fp32", "tied_embeddings=false", "dropout=0.0")),
 ], ids=["interleaved_sequence_parallel_recompute_rope", "fp32_untied"])
 def test_other_forms(harness: Harness, undisturbed: Undisturbed, case: Case) -> None:
-    move_and_compare(harness, undisturbed, case, at=(4, 8, 12))
+    move_and_compare(harness, undisturbed, case, at=(3, 6, 9))

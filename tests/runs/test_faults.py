@@ -17,7 +17,7 @@ from analysis.log import read_run, text
 
 KINDS = ("raise", "kill", "corrupt", "hang", "cancel")
 # phase -> (slot at whose joiner the fault strikes, the move that it is to hit, the move's place in the run)
-STRIKES = {"PREPARING": (2, "b1->b3@3", 0), "READY": (0, "b0->b4@7", 1), "SWITCHING": (4, "b2->b5@11", 2)}
+STRIKES = {"PREPARING": (2, "b1->b3@3", 0), "READY": (0, "b0->b4@7", 1), "SWITCHING": (4, "b2->b5@10", 2)}
 CASE = Case()
 NUM_PROCESSES = 12
 DEADLINES = {"hang": ("--prepare-deadline", "8", "--switch-deadline", "6"), "kill": ("--heartbeat-timeout", "8")}

@@ -120,7 +120,7 @@ def test_request_during_a_move_is_queued_before_one_that_training_waits_for(
 
     Training is held for the last move before the queued one is ready: that takes effect there, and then the last too.
     """
-    case = Case(settings=("num_microbatches=1",))
+    case = Case(iterations=16, settings=("num_microbatches=1",))
     job = start_harness(*case.arguments(10), *vacate("b1->b3@6", "b2->b4@12"), "--lead", "0", "--slow-joiner", "4",
                         np=10)
     wait_for_iteration(job, 4)  # the first move begins

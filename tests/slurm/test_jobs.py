@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from jobs import ROOT, SlurmJob, Submit
 from running import assert_nothing_left, find_processes
-from support import LONG, Case, assert_equal, assert_moves, final_digests, last_iteration, trace
+from support import Case, assert_equal, assert_moves, final_digests, last_iteration, trace
 
 from analysis.log import read_run
 from migration.footprint import read_footprints
@@ -24,7 +24,8 @@ from slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(900)
 
-SHORT = Case(iterations=12)
+SHORT = Case()
+LONG = Case(iterations=60, settings=("num_microbatches=1",))  # than support.py's: a Slurm's processes share two cores
 B1_TO_B3 = [[2, 2, 6], [3, 3, 7]]  # slot, leaver, joiner: the hosts are Slurm's nodes, in its order
 
 

@@ -264,6 +264,18 @@ def test_a_lost_slot_is_replaced(tmp_path: Path) -> None:
     assert [rank for rank, _ in second.take("RECOVER")] == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_reports_that_come_once_more_decide_nothing(tmp_path: Path) -> None:
+    """Until it is known whether others are lost with the slot's process, the move stands as it was."""
+    two = Two(tmp_path)
+    two.to_switching()
+    two.first.report(Report.VERIFIED, [rank for rank in MEMBERS if rank != 0])
+    second = two.lose(part=0)
+    second.report(Report.VERIFIED, [rank for rank in MEMBERS if rank != 0])
+    assert second.tally.phase is Phase.SWITCHING and not second.take("COMMIT", "ABORT")
+    second.tick(1.0)
+    assert second.tally.phase is Phase.RECOVERING
+
+
 def test_a_lost_slot_without_recovery_ends_the_job_with_one_line(tmp_path: Path,
                                                                   capsys: pytest.CaptureFixture[str]) -> None:
     second = Two(tmp_path, rank=0, recover="off").lose()
