@@ -182,7 +182,7 @@ class Member(PartThreads):
 
     def _on_park(self, record: Record) -> None:
         assert self.part is not None and self.part.number == record["move"], record
-        self.part.may_park = True
+        self.part.may_park, self.part.is_parking = True, self.part.role != "joiner"
 
     def _on_commit(self, record: Record) -> None:
         if self._committed == record["move"]:
@@ -200,11 +200,8 @@ class Member(PartThreads):
         part.verdict, part.reason = "ABORT", record["reason"]
         part.rebuild_store = tuple(record["store"]) if record["store"] else None
         self.world.urgent = False
-        part.end_pair()  # and a transfer under way
-        if part.num_busy:
-            self.groups.abort_next()  # ends a connection under way
-        if part.num_busy == 0:
-            self._clean_up(part)
+        if not part.is_parking:
+            self._end_work(part)
 
     def _on_retire(self, record: Record) -> None:
         self.groups.retire()

@@ -33,6 +33,7 @@ class Part:
     reason: str = ""
     makes_room: bool = False  # said with SWITCH: old communicators are parked or closed before new ones are activated
     may_park: bool = False  # every member has handed over; it counts even if an ABORT has come since
+    is_parking: bool = False  # with that, on who has old ones, until they are parked: an ABORT waits for it
     rebuild_store: tuple[str, int] | None = None  # said with ABORT, where old communicators may have been closed
     rebuilt: tuple[int, int] = (0, 0)  # groups rebuilt, and those of them whose sums have other bits now
     num_busy: int = 0  # threads at work for it; the last one to leave an aborted part cleans up

@@ -73,6 +73,25 @@ class PartThreads(Rebuilding):
                 self._clean_up(part)
             self._changed.notify_all()
 
+    def end_parking(self, part: Part) -> None:
+        """The training thread has parked the old communicators, or failed: an abort that has come meanwhile goes on.
+
+        It waits, because parking waits for every member, and new communicators, which are parked still, are not to be
+        freed beside it.
+        """
+        with self._changed:
+            was_parking, part.is_parking = part.is_parking, False
+            if was_parking and part.verdict == "ABORT":
+                self._end_work(part)
+
+    def _end_work(self, part: Part) -> None:
+        """The move aborted: end what threads are at, or clean up if there are none."""
+        part.end_pair()  # and a transfer under way
+        if part.num_busy:
+            self.groups.abort_next()  # ends a connection under way
+        else:
+            self._clean_up(part)
+
     def give(self, part: Part, **made: Communicator | Listener | Wire | Sender) -> None:
         """What a thread is about to wait in, by the name of its field: `part.end_pair` can end it from now on.
 

@@ -39,12 +39,12 @@ def switch(member: Member, part: Part, job: Job, arrived_s: float) -> bool:
             send = hand_over.send_at_cut if part.arm.cuts else hand_over.send_state
             digest, num_bytes = send(member, part, job)
         if _all_have_handed_over(member, part):
-            with member.timeline.span("park", "SWITCHING", **part.tags(member.generation)):
-                old = member.groups.park(part.plan.slots)
-            if part.role == "stayer":
+            old = _park(member, part)
+            if part.role == "stayer" and not part.is_over:
                 with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
                     new = member.groups.activate()
-            member.report(part, Report.VERIFIED, digest, **_probes(old, new))
+            if not part.is_over:
+                member.report(part, Report.VERIFIED, digest, **_probes(old, new))
     except Exception as error:  # the controller decides: the move aborts, training goes on
         member.report_failure(part, error)
     if _wait_verdict(member, part) == "ABORT":
@@ -56,6 +56,15 @@ def switch(member: Member, part: Part, job: Job, arrived_s: float) -> bool:
         proof.compare_step(member, part, job)
     _commit(member, part, arrived_s, num_bytes)
     return part.role != "leaver"
+
+
+def _park(member: Member, part: Part) -> str:
+    """Returns the probes of the old communicators."""
+    try:
+        with member.timeline.span("park", "SWITCHING", **part.tags(member.generation)):
+            return member.groups.park(part.plan.slots)
+    finally:
+        member.end_parking(part)
 
 
 def connect_ahead(member: Member, part: Part, stop: int) -> None:
@@ -91,7 +100,7 @@ def take_over(member: Member, part: Part, job: Job, follower: Follower, message:
     corrupt = member.apply_fault("SWITCHING", part) == "corrupt"
     receive = hand_over.receive_at_cut if part.arm.cuts else hand_over.receive_state
     digest = receive(member, part, job, follower, message, corrupt)
-    if _all_have_handed_over(member, part):
+    if _all_have_handed_over(member, part) and not part.is_over:
         with member.timeline.span("activate", "SWITCHING", **part.tags(member.generation)):
             new = member.groups.activate()
         member.report(part, Report.VERIFIED, digest, **_probes(None, new))

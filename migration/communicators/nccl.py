@@ -132,7 +132,7 @@ class NcclCommunicator(NcclLife):
                 self.connect()
             if self.inner is None:  # it was parked
                 with self.measured("adopt"):
-                    self._adopt(self.stage)
+                    self._adopt(Stage.CONNECTED if self._has_connected else Stage.PREPARED)
 
     def probe(self, device: torch.device) -> str:
         """As in base.py, for every size that NCCL may treat differently. By the training thread, after `activate`."""

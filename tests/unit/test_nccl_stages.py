@@ -286,6 +286,17 @@ def test_an_abort_while_it_is_activated_leaves_no_two_owners(fake: FakeNccl, lib
     assert own.inner is None and fake.log.count("ncclCommAbort") == 1 and "torch.abort" not in fake.log
 
 
+def test_what_was_aborted_while_it_was_parked_is_never_adopted(fake: FakeNccl, library: Library) -> None:
+    """It is connected already, so that nothing but the adoption is left to do."""
+    own = prepared(library, "parked")
+    own.connect_ahead(DEVICE)
+    own.abort()
+    with pytest.raises(MoveFailed, match="is aborted, expected connected"):
+        own.activate()
+    own.wait_aborted(30.0)
+    assert own.inner is None and fake.log.count("ncclCommAbort") == 1
+
+
 def test_an_abort_is_waited_for(fake: FakeNccl, library: Library) -> None:
     own = prepared(library, "lazy")
     own.wait_aborted(30.0)  # nothing to wait for
