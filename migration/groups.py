@@ -27,6 +27,7 @@ from third_party.pytorch import process_group as wiring
 
 CLOSE_PAUSE_S = 0.05
 _ABORTS_S = 60.0  # for all communicators of a process to be aborted
+_ABORTS_MEANWHILE_S = 15.0  # for those of an aborted move, while the old ones wait and training with them
 
 
 class Groups(NextGeneration):
@@ -150,8 +151,9 @@ class Groups(NextGeneration):
         member. Raises RuntimeError when one can't go on, or `abort_all` has ended it: then the job can't.
         """
         handles = [handle for handle in self._old(slots) if isinstance(handle.inner, wiring.NoGroup)]
+        ends_s = time.monotonic() + _ABORTS_MEANWHILE_S
         for communicator in self._next.values() if handles else ():
-            communicator.wait_aborted(timeout_s)  # the old ones need the memory
+            communicator.wait_aborted(max(0.0, ends_s - time.monotonic()))  # the old ones need the memory
         store, rebuilt = None, []
         with ExitStack() as met:
             for handle in handles:
