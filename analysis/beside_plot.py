@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 DPI = 130
 COLOURS = {"undisturbed": "#7f7f7f", "resting": "#fdae6b", "preparing": "#d62728", "closing": "#4292c6",
            "after_join": "#c7c7c7"}
-LABELS = {"undisturbed": "undisturbed", "resting": "preparing, in a rest", "preparing": "preparing, beside a group's work",
-          "closing": "closing what was prepared", "after_join": "first ones, and first after a round"}
+LABELS = {"undisturbed": "undisturbed", "resting": "preparing, in a rest",
+          "preparing": "preparing, beside a group's work", "closing": "closing what was prepared",
+          "after_join": "first ones, and first after a round"}
 OUTLIER_PERCENT = 99.5  # what is longer is drawn at the top edge
 WINDOW = 41             # iterations of the running median
 

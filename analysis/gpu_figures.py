@@ -111,7 +111,7 @@ def job_series(rows: Sequence[dict[str, Any]]) -> list[tuple[str, float, float]]
 
 
 def _part_figures(rows: Sequence[dict[str, Any]], working: np.ndarray, times: dict[str, np.ndarray]) -> list[Figure]:
-    """What tells a disturbance from a machine that isn't even: rests beside work, and undisturbed windows by themselves.
+    """What tells a disturbance from a machine that isn't even: rests beside work, undisturbed windows by themselves.
 
     `working`: seconds of iterations beside a group's work.
     """

@@ -35,8 +35,10 @@ def start(run: Path, number: int, *arguments: str) -> Running:
 
 
 def test_all_park_and_resume(tmp_path: Path) -> None:
-    """Slots 0 and 1 are lost with the first controller, so that a spare is the next: its loss costs no slot, and the move
-    of b1 is aborted, no recovery begun, when one member alone has been told to park."""
+    """Slots 0 and 1 are lost with the first controller, so that a spare is the next: its loss costs no slot.
+
+    The move of b1 is aborted, no recovery begun, when one member alone has been told to park.
+    """
     twin = start(tmp_path / "undisturbed", 6).wait(WAIT_S)
     assert twin.rc == 0, twin.out + twin.err
     job = start(tmp_path / "moved", 12, "--prepare-share", "1", "--nccl-switch", "parked", "--fault", "kill@2:PARKING")

@@ -25,7 +25,8 @@ from slurm.cluster import Cluster
 pytestmark = pytest.mark.timeout(900)
 
 SHORT = Case()
-LONG = Case(iterations=60, settings=("num_microbatches=1",))  # than support.py's: a Slurm's processes share two cores
+# shorter than support.py's, since all of a Slurm's processes share the cores of one machine
+LONG = Case(iterations=60, settings=("num_microbatches=1",))
 B1_TO_B3 = [[2, 2, 6], [3, 3, 7]]  # slot, leaver, joiner: the hosts are Slurm's nodes, in its order
 
 

@@ -20,7 +20,8 @@ def rank(**changes: Any) -> dict[str, Any]:
     """A rank of two rounds of one preparing and one undisturbed iteration."""
     rounds = [{"prepare_s": 0.3, "rests_s": 0.2, "work_s": 0.1, "close_s": 0.1, "device_bytes": 4 * 3 * MIB}] * 2
     resources = [{"device_mib": 100, "threads": 9, "fds": 20, "resident_mib": 500}] * 2
-    return {"iterations": numbered([["undisturbed", 0.100], ["preparing", 0.102]] * 2), "rounds": rounds, "resources": resources,
+    iterations = numbered([["undisturbed", 0.100], ["preparing", 0.102]] * 2)
+    return {"iterations": iterations, "rounds": rounds, "resources": resources,
             "differs": "", "num_losses": 4, "num_compared": 4, "num_groups": 4} | changes
 
 

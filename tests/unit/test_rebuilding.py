@@ -3,35 +3,19 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from one_member import WAIT_S, FakeEnds, give_part, make_member
 
-from migration.arms import ARMS, boundary
+from migration.arms import boundary
 from migration.errors import MoveFailed, Recovering
 from migration.member import Member
-from migration.options import Options
 from migration.part import Part
-from migration.roster import Assignment, MovePlan
-
-WAIT_S = 30.0
-
-
-class Ends:
-    """A pair, a wire or groups, as far as they can be ended."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: self.calls.append(name)
 
 
 @pytest.fixture
 def member() -> Member:
-    world = SimpleNamespace(rank=1, send=lambda *_: None, urgent=False)
-    timeline = SimpleNamespace(clock=lambda: 0.0, add_event=lambda *_: None)
-    made = Member(world=world, groups=Ends(), timeline=timeline, options=Options(run="run"), address="here")
+    made = make_member()
     made.slot, made.is_training = 1, True
     return made
 
@@ -43,10 +27,7 @@ def recover(member: Member, *, slot: int | None = 1, recovery: int = 1) -> None:
 
 def join(member: Member) -> Part:
     """The member has a part in a move, as a joiner, whose threads are at work."""
-    plan = MovePlan(assignments=(Assignment(slot=0, leaver=0, joiner=1),))
-    member.part = Part(number=0, generation=1, plan=plan, role="joiner", slot=0, store=("127.0.0.1", 1),
-                       prepare_timeout_s=WAIT_S, arm=ARMS["full"], num_busy=2, wire=Ends(), pair=Ends())
-    return member.part
+    return give_part(member, role="joiner", num_busy=2, wire=FakeEnds())
 
 
 def test_a_wait_ends_and_the_new_slot_is_taken(member: Member) -> None:
@@ -88,7 +69,7 @@ def test_a_part_in_a_move_is_dropped_and_never_cleans_up(member: Member) -> None
     recover(member)
     assert member.part is None and part.is_over and part.wire.calls == ["close"] and part.pair.calls == ["abort"]
     assert all(event.is_set() for event in (part.warm, part.among_joiners_prepared, part.stream_done))
-    late = Ends()
+    late = FakeEnds()
     with pytest.raises(MoveFailed, match="the move was over before its listener came to be used"):
         member.give(part, listener=late)
     assert late.calls == ["close"], "what comes too late is ended at once"

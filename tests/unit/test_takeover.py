@@ -158,8 +158,10 @@ class Two:
 
     def lose(self, *, standings: Iterable[int] | None = None, committed: Iterable[int] = (), generation: int = 0,
              part: int = -1, may_park: Iterable[int] = ()) -> Side:
-        """The first one dies; the others say where they stand, `committed`: those that have heard the commit, `may_park`:
-        those that were told to make room."""
+        """The first one dies; the others say where they stand.
+
+        `committed`: those that have heard the commit, `may_park`: those that were told to make room.
+        """
         self.deputy.doubt(self.first.rank, has_died=True)
         loss = self.deputy.look(self.first.now_s)
         assert loss is not None
